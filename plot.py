@@ -1,0 +1,2 @@
+def plot(runs, out):
+    pass

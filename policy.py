@@ -1,0 +1,272 @@
+"""The policy: log-probs without full logits, micro-batches over ranks, FSDP2, one optimizer step."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from problems import UserError
+from samplers import Rollout
+
+
+def plan_micro_batches(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
+
+    Sorted by length, so that little is padding; padded size (longest x count) within the token budget where one
+    sequence allows it. Every rank gets equally many (an empty list where there is nothing left), because FSDP hangs
+    where ranks disagree. Every rank computes the plan of all ranks from the same lengths: no communication."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    micros = []
+    for i in order:
+        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
+            micros[-1].append(i)
+        else:
+            micros.append([i])
+    while len(micros) < ranks and any(len(m) > 1 for m in micros):  # fewer micro-batches than ranks: halve the largest
+        largest = max(micros, key=lambda m: lengths[m[0]] * len(m))
+        largest = largest if len(largest) > 1 else max(micros, key=len)
+        micros.remove(largest)
+        micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
+    micros += [[] for _ in range(-len(micros) % ranks)]
+    return [micros[rank::ranks] for rank in range(ranks)]
+
+
+class MicroBatch:
+    """Some rollouts of one optimizer step. All tensors are 1-D over their response tokens, one response after another."""
+
+    def __init__(self, rollouts: list[Rollout], weights: list[float], device):
+        self.rollouts, self.device = rollouts, device
+        self.lengths = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
+        self.weights = self._spread(weights)
+        """Loss weight of each token; sums to 1 over the whole optimizer step, all micro-batches and ranks."""
+        self.old_logprobs = self.concat("old_logprobs")
+        self.ref_logprobs = self.concat("ref_logprobs")
+        self.advantages = self.expand("advantage")
+        self.tis: torch.Tensor | float = 1.0
+
+    def _spread(self, values) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device).repeat_interleave(self.lengths)
+
+    def expand(self, name: str) -> torch.Tensor:
+        """[tokens] a number of each rollout, repeated over its response tokens."""
+        return self._spread([float(getattr(r, name)) for r in self.rollouts])
+
+    def concat(self, name: str) -> torch.Tensor | None:
+        """[tokens] a per-token tensor of each rollout; None where a rollout has none."""
+        parts = [getattr(r, name) for r in self.rollouts]
+        return None if not parts or any(p is None for p in parts) else torch.cat(parts).float().to(self.device)
+
+
+class _Head(torch.nn.Module):
+    """The model with its head applied to response positions only, chunk by chunk, under recomputation.
+
+    Logits of [batch, length, vocabulary] never exist: peak memory does not grow with length x vocabulary."""
+    CHUNK = 2048
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, index, targets, temperature, entropy_grad=False, full=False):
+        if full:  # the model's own logits, to compare with at the start of a run
+            return self.model(input_ids=ids).logits
+        # Right padding and causal attention: real tokens never see the padding, so no mask is needed.
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[index]
+        parts = [checkpoint(self._chunk, h, t, temperature, entropy_grad, use_reentrant=False)
+                 for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK))]
+        return tuple(torch.cat(p) for p in zip(*parts))
+
+    def _chunk(self, hidden, targets, temperature, entropy_grad):
+        logits = self.model.get_output_embeddings()(hidden).float() / temperature
+        normaliser = logits.logsumexp(-1)
+        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+        return logp, entropy
+
+
+class Policy:
+    """A Hugging Face causal LM with float32 master weights, sharded with FSDP2 where there are ranks or a GPU."""
+
+    def __init__(self, args, model: str, device, dtype, trainable: bool = True):
+        self.args, self.device, self.trainable, self.version = args, device, trainable, 0
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=args.attention,
+                                                          trust_remote_code=args.trust_remote_code)
+        self.head = _Head(self.model).train(trainable)
+        for module in self.model.modules():  # dropout would make the sampler and the trainer two different policies
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        self._check_head()
+        layers = next(m for m in self.model.base_model.modules() if isinstance(m, torch.nn.ModuleList)
+                      and len(m) == self.model.config.get_text_config().num_hidden_layers)
+        if trainable and args.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.head.requires_grad_(trainable)
+        if args.compile:
+            for layer in layers:
+                layer.compile()
+        if dist.is_initialized():
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+            mesh = init_device_mesh(device.type, (args.hsdp, self.ranks // args.hsdp) if args.hsdp > 1 else (self.ranks,))
+            offload = CPUOffloadPolicy() if args.param_offload and not trainable and device.type == "cuda" else OffloadPolicy()
+            options = dict(mesh=mesh, offload_policy=offload,
+                           mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+            for layer in layers:
+                fully_shard(layer, **options)
+            fully_shard(self.head, **options)  # embeddings, norm and (tied) head stay one group
+        if trainable:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.999),
+                                               weight_decay=args.weight_decay, fused=device.type == "cuda")
+            self.model.train()
+        self.sums, self.bad_steps = {}, 0
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Our head must give the model's own log-probs (some architectures scale or cap their logits)."""
+        ids = torch.arange(8)[None] + 5
+        self.head.eval()
+        logp, _ = self.head(ids, torch.arange(7), ids[0, 1:], 1.0)
+        full = torch.log_softmax(self.head(ids, None, None, 1.0, full=True).float(), -1)[0, :-1]
+        self.head.train(self.trainable)
+        if not torch.allclose(logp, full.gather(-1, ids[0, 1:, None]).squeeze(-1), atol=1e-3):
+            raise UserError(f"the architecture {self.model.config.model_type} does not compute its logits as head(hidden "
+                            "states); extend _Head in common.py before training it.")
+
+    def logprobs(self, micro: MicroBatch, entropy_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and full-vocabulary entropies (nats) of a micro-batch's response tokens, both [tokens].
+
+        From logits / temperature. Where the rollouts have no old log-probs yet, these (detached) become them."""
+        rows = [r.prompt_ids + r.response_ids for r in micro.rollouts]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        # the logits that predict token t stand at position t - 1
+        index = torch.cat([torch.arange(len(r.prompt_ids) - 1, len(row) - 1) + i * longest
+                           for i, (r, row) in enumerate(zip(micro.rollouts, rows))]).to(self.device)
+        targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
+        self.padded, self.real = getattr(self, "padded", 0) + ids.numel(), getattr(self, "real", 0) + sum(map(len, rows))
+        logp, entropy = self.head(ids, index, targets, self.args.temperature, entropy_grad)
+        if self.trainable and micro.old_logprobs is None:
+            micro.old_logprobs = logp.detach()
+            if self.updates == 0:  # still the policy that sampled: the sync proof can use them
+                for r, piece in zip(micro.rollouts, logp.detach().cpu().split(micro.lengths.tolist())):
+                    r.old_logprobs = piece
+        if self.args.tis_cap and micro.old_logprobs is not None:
+            micro.tis = (micro.old_logprobs - micro.concat("logprobs")).exp().clamp(max=self.args.tis_cap)
+        return logp, entropy
+
+    updates = 0
+    """Optimizer steps since the last rollouts were sampled."""
+
+    def micro_batches(self, rollouts: list[Rollout], parts: list[list[Rollout]] | None = None):
+        """This rank's micro-batches of one optimizer step, with token weights that sum to 1 over all ranks.
+
+        sequence: every response weighs 1/n, each of its tokens 1/(n T). token: every token weighs the same.
+        `parts`: groups aggregated separately and then summed (Dynamic RL's questions and solutions)."""
+        weight = {}
+        for part in parts or [rollouts]:
+            tokens = sum(len(r.response_ids) for r in part)
+            for r in part:
+                sequence = self.args.loss_aggregation == "sequence"
+                weight[id(r)] = 1 / (len(part) * len(r.response_ids)) if sequence else 1 / tokens
+        yield from self._share(rollouts, [weight[id(r)] for r in rollouts])
+
+    def _share(self, rollouts, weights):
+        lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
+        for indices in plan_micro_batches(lengths, self.ranks, self.args.micro_tokens)[self.rank]:
+            if indices:
+                yield MicroBatch([rollouts[i] for i in indices], [weights[i] for i in indices], self.device)
+            else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero
+                i = min(range(len(rollouts)), key=lengths.__getitem__)
+                yield MicroBatch([rollouts[i]], [0.0], self.device)
+
+    @torch.no_grad()
+    def score(self, rollouts: list[Rollout], into: str = "old_logprobs") -> None:
+        """Set `into` (and `entropies`) of every rollout, on every rank, from one forward pass shared by the ranks."""
+        mine = {}
+        index = {id(r): i for i, r in enumerate(rollouts)}
+        for micro in self._share(rollouts, [1.0] * len(rollouts)):
+            logp, entropy = self.logprobs(micro)
+            sizes = micro.lengths.tolist()
+            if micro.weights.any():
+                for r, lp, h in zip(micro.rollouts, logp.cpu().split(sizes), entropy.cpu().split(sizes)):
+                    mine[index[id(r)]] = (lp, h)
+        for part in gather(mine):
+            for i, (lp, h) in part.items():
+                setattr(rollouts[i], into, lp)
+                if into == "old_logprobs":
+                    rollouts[i].entropies = h
+
+    def backward(self, micro: MicroBatch, loss: torch.Tensor, **metrics: torch.Tensor) -> None:
+        """Accumulate gradients of the weighted sum of per-token losses [tokens]; sum up per-token metrics alike."""
+        total = (loss * micro.weights).sum()
+        (total * self.ranks).backward()  # FSDP averages over ranks, the weights already sum to 1 over them
+        for name, values in dict(metrics, loss=loss).items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values.detach().float() * micro.weights).sum()
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip, apply, zero the gradients. Returns loss, grad_norm and the metrics, over all ranks.
+
+        A non-finite loss or gradient skips the update and is counted in `bad_steps`."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.grad_clip, foreach=True)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        names = sorted(self.sums)
+        sums = torch.stack([self.sums[name] for name in names])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        metrics = dict(zip(names, sums.tolist()), grad_norm=norm)
+        if math.isfinite(norm) and math.isfinite(metrics["loss"]):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.bad_steps, self.version = 0, self.version + 1
+        else:
+            self.bad_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sums, self.updates = {}, self.updates + 1
+        return metrics
+
+    def named_tensors(self, dtype):
+        """Every parameter once (tied ones, too) as a full tensor, gathered one at a time: a collective."""
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach()
+            yield name, (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()).to(dtype)
+
+    def save(self, folder: Path, tokenizer) -> None:
+        """Hugging Face format, loadable by from_pretrained; written to one side and renamed."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True) if dist.is_initialized() else None
+        state = get_model_state_dict(self.model, options=options)
+        if self.rank == 0:
+            state = {k: v for k, v in state.items() if k not in (self.model._tied_weights_keys or {}) or
+                     not self.model.config.get_text_config().tie_word_embeddings}
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            self.model.save_pretrained(partial, state_dict=state)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+
+
+def k3(logp: torch.Tensor, ref_logprobs: torch.Tensor | None) -> torch.Tensor:
+    """KL to the reference, estimated per token: exp(ref - lp) - (ref - lp) - 1, never negative; zeros without one."""
+    if ref_logprobs is None:
+        return torch.zeros_like(logp)
+    difference = ref_logprobs - logp
+    return difference.exp() - difference - 1
+
+
+def gather(item) -> list:
+    """The item of every rank, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [item]
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items

@@ -252,7 +252,7 @@ class Run:
         self.say(f"{self.model_path}: {engine} sampler, {str(dtype)[6:]} compute, {self.ranks} rank(s) on "
                  f"{self.device.type}, stop ids {self.stop_ids}" + (
                  f", vLLM takes {args.gpu_memory:.0%} of the GPU" if engine == "vllm" and self.device.type == "cuda" else ""))
-        self.policy = Policy(args, self.model_path, self.device, dtype)
+        self.policy = Policy(args, self.model_path, self.device, dtype) if train else None
         self.reference = Policy(args, self.model_path, self.device, dtype, trainable=False) if train and args.kl_coef else None
         self.sampler = (VLLMSampler if engine == "vllm" else HFSampler)(
             args, self.model_path, self.tokenizer, self.stop_ids, self.device, dtype)
@@ -335,7 +335,7 @@ class Run:
         if error := gather(error)[0]:
             raise UserError(error)
 
-    def _describe(self) -> dict:
+    def describe(self) -> dict:
         def git(*command):
             done = subprocess.run(["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True)
             return done.stdout.strip() if done.returncode == 0 else None
@@ -360,7 +360,7 @@ class Run:
         if args.resume:
             self._restore()
         if self.rank == 0:
-            write_atomically(self.out / "run.json", json.dumps(self._describe(), indent=1))
+            write_atomically(self.out / "run.json", json.dumps(self.describe(), indent=1))
             self.board = SummaryWriter(str(self.out / "tensorboard"), purge_step=self.first_step)
             if args.wandb:
                 import wandb
@@ -372,10 +372,10 @@ class Run:
         if self.first_step == 1 and self.benchmarks:
             self.log(0, self.evaluate(0))
         self.bar = tqdm(total=self.total, initial=self.first_step - 1, desc=self.script, disable=self.rank != 0, dynamic_ncols=True)
-        for self.step in range(self.first_step, self.total + 1):
-            self.seconds, self.counts, self.policy.updates, self.clock = {}, {}, 0, time.time()
-            self.policy.padded = self.policy.real = 0
-            yield self.step
+        for step in range(self.first_step, self.total + 1):
+            self.step, self.seconds, self.counts, self.policy.updates, self.clock = step, {}, {}, 0, time.time()
+            self.policy.padded, self.policy.real, self.sync_difference = 0, 0, {}
+            yield step
         self.bar.close()
         self._finish()
 
@@ -417,7 +417,7 @@ class Run:
 
     def sync(self) -> None:
         """The sampler takes the policy's weights, unless it holds them already."""
-        if self.sampler.version != self.policy.version:
+        if self.policy and self.sampler.version != self.policy.version:
             with self.timer("sync"):
                 self.sampler.load(self.policy.named_tensors(self.dtype))
             self.sampler.version = self.policy.version
@@ -431,7 +431,8 @@ class Run:
         requests = [Request(p, n, seed_of(self.args.seed, self.step, key), limit) for p, key, limit in zip(prompts, keys, limits)]
         self.sync()
         with self.timer("sample"):
-            mine = self._generate(requests[self.rank::self.ranks], temperature, (choices or [False] * len(prompts))[self.rank::self.ranks], **options)
+            choices = choices or [False] * len(prompts)
+            mine = self._generate(requests[self.rank::self.ranks], temperature, choices[self.rank::self.ranks], **options)
             parts = gather(mine)
         groups = [parts[i % self.ranks][i // self.ranks] for i in range(len(prompts))]
         self.counts["sample"] = self.counts.get("sample", 0) + sum(len(r.response_ids) for g in groups for r in g)
@@ -483,15 +484,16 @@ class Run:
         """Sync proof: the sampler's log-probs of the tokens it just sampled against the trainer's own.
 
         Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run in float32, warns in bf16."""
-        scored = [r for r in rollouts if r.old_logprobs is not None and r.old_logprobs is not r.logprobs]
-        difference = torch.cat([(r.old_logprobs - r.logprobs).abs() for r in scored]) if scored else torch.zeros(0)
+        scored = [r for r in rollouts if r.trainer_logprobs is not None]
+        difference = torch.cat([(r.trainer_logprobs - r.logprobs).abs() for r in scored]) if scored else torch.zeros(0)
         difference = difference[torch.isfinite(difference)]
         largest = float(difference.max()) if len(difference) else 0.0
         mean = float(difference.mean()) if len(difference) else 0.0
         self.sync_difference = dict(sync_max=max(gather(largest)), sync_mean=max(gather(mean)))
         if self.dtype == torch.float32 and self.sync_difference["sync_max"] > self.args.sync_bound:
             raise UserError(f"the sampler does not run the current policy: its log-probs differ from the trainer's by up to "
-                            f"{self.sync_difference['sync_max']:.2g} (--sync_bound {self.args.sync_bound}); weights or prefix cache are stale.")
+                            f"{self.sync_difference['sync_max']:.2g} (--sync_bound {self.args.sync_bound}); its weights or its "
+                            "prefix cache are stale.")
         if self.dtype != torch.float32 and self.sync_difference["sync_mean"] > 0.05:
             self.say(f"\nWarning: sampler and trainer log-probs differ by {self.sync_difference['sync_mean']:.3f} on average.")
 
@@ -543,11 +545,11 @@ class Run:
                  groups: list[list[Rollout]]) -> None:
         """Log the step, evaluate and save when due, obey signals."""
         args = self.args
-        if args.old_logprobs == "recompute" and args.updates_per_batch == 1:
+        if not self.sync_difference:  # no scoring pass this step: the first update's own log-probs serve
             self.check_sync([r for g in groups for r in g])
         for name in updates[0] if updates else []:
             metrics[name] = sum(u[name] for u in updates) / len(updates)
-        metrics |= getattr(self, "sync_difference", {}) | dict(lr=self.learning_rate(), skipped_updates=self.policy.bad_steps,
+        metrics |= self.sync_difference | dict(lr=self.learning_rate(), skipped_updates=self.policy.bad_steps,
                                                                padding=1 - self.policy.real / max(self.policy.padded, 1))
         if metrics["truncated"] > 0.5 and self.rank == 0:
             self.bar.write(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
@@ -618,13 +620,14 @@ class Run:
             self.policy.save(self.out / "best", self.tokenizer)
         return metrics
 
-    def evaluate_benchmark(self, name: str, problems: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
+    def evaluate_benchmark(self, name: str, problems: list[Problem], progress: bool = False) -> list[tuple[dict, list[Rollout]]]:
         """(verdicts, rollouts) of every problem, in order, on all ranks; each rank samples and grades its share."""
+        from tqdm import trange
         args = self.args
         samples = args.eval_samples if args.eval_temperature else 1
         mine, shard = [], problems[self.rank::self.ranks]
-        size = max(1, 4096 // samples) if isinstance(self.sampler, HFSampler) else max(len(shard), 1)
-        for start in range(0, len(shard), size):
+        size = max(1, 4096 // samples)
+        for start in trange(0, len(shard), size, desc=name, disable=not progress or self.rank != 0):
             part = shard[start:start + size]
             requests = [Request(p.prompt_ids, samples, seed_of(args.seed, "eval", name, p.id), args.max_new_tokens) for p in part]
             groups = self._generate(requests, args.eval_temperature, [p.choices for p in part],

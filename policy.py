@@ -126,7 +126,7 @@ class Policy:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                                weight_decay=args.weight_decay, fused=device.type == "cuda")
             self.model.train()
-        self.sums, self.bad_steps = {}, 0
+        self.sums, self.bad_steps, self.padded, self.real = {}, 0, 0, 0
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -151,13 +151,13 @@ class Policy:
         index = torch.cat([torch.arange(len(r.prompt_ids) - 1, len(row) - 1) + i * longest
                            for i, (r, row) in enumerate(zip(micro.rollouts, rows))]).to(self.device)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
-        self.padded, self.real = getattr(self, "padded", 0) + ids.numel(), getattr(self, "real", 0) + sum(map(len, rows))
+        self.padded, self.real = self.padded + ids.numel(), self.real + sum(map(len, rows))
         logp, entropy = self.head(ids, index, targets, self.args.temperature, entropy_grad)
+        if self.trainable and self.updates == 0:  # still the policy that sampled: the sync proof can use these
+            for r, piece in zip(micro.rollouts, logp.detach().cpu().split(micro.lengths.tolist())):
+                r.trainer_logprobs = piece
         if self.trainable and micro.old_logprobs is None:
             micro.old_logprobs = logp.detach()
-            if self.updates == 0:  # still the policy that sampled: the sync proof can use them
-                for r, piece in zip(micro.rollouts, logp.detach().cpu().split(micro.lengths.tolist())):
-                    r.old_logprobs = piece
         if self.args.tis_cap and micro.old_logprobs is not None:
             micro.tis = (micro.old_logprobs - micro.concat("logprobs")).exp().clamp(max=self.args.tis_cap)
         return logp, entropy
@@ -202,7 +202,7 @@ class Policy:
             for i, (lp, h) in part.items():
                 setattr(rollouts[i], into, lp)
                 if into == "old_logprobs":
-                    rollouts[i].entropies = h
+                    rollouts[i].trainer_logprobs, rollouts[i].entropies = lp, h
 
     def backward(self, micro: MicroBatch, loss: torch.Tensor, **metrics: torch.Tensor) -> None:
         """Accumulate gradients of the weighted sum of per-token losses [tokens]; sum up per-token metrics alike."""

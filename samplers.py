@@ -36,7 +36,9 @@ class Rollout:
     text: str = ""
     answer: str | None = None
     old_logprobs: torch.Tensor | None = None
-    """[T] the trainer's log-probs under the policy that sampled it (Policy.score)."""
+    """[T] what the ratio divides by: the trainer's log-probs under the policy that sampled it, or the sampler's."""
+    trainer_logprobs: torch.Tensor | None = None
+    """[T] the trainer's, for the sync proof."""
     ref_logprobs: torch.Tensor | None = None
     """[T] likewise under the frozen initial model."""
     entropies: torch.Tensor | None = None

@@ -45,7 +45,7 @@ import tyro
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from answers import answers_equal, equivalence_classes, extract_answer, normal_gold  # noqa: F401
-from policy import MicroBatch, Policy, gather, k3, plan_micro_batches  # noqa: F401
+from policy import MicroBatch, Policy, distributed, gather, k3, plan_micro_batches  # noqa: F401
 from problems import (  # noqa: F401
     TOY, Problem, UserError, encode_prompt, grade, load_problems, majority, pass_at_k, seed_of, summary)
 from samplers import HFSampler, Request, Rollout, VLLMSampler  # noqa: F401
@@ -655,7 +655,7 @@ class Run:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             gather(None)
-            dcp.save(self._state(), checkpoint_id=partial, no_dist=not dist.is_initialized())
+            dcp.save(self._state(), checkpoint_id=partial, no_dist=not distributed())
             if self.rank == 0:
                 sums = {f.name: _checksum(f) for f in sorted(partial.iterdir())}
                 state = dict(step=self.step, best=self.best, version=self.policy.version, files=sums)
@@ -687,7 +687,7 @@ class Run:
                 self.say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
                 continue
             loaded = self._state()
-            dcp.load(loaded, checkpoint_id=folder, no_dist=not dist.is_initialized())
+            dcp.load(loaded, checkpoint_id=folder, no_dist=not distributed())
             set_state_dict(self.policy.model, self.policy.optimizer, model_state_dict=loaded["model"],
                            optim_state_dict=loaded["optimizer"])
             self.first_step, self.best, self.policy.version = state["step"] + 1, state["best"], state["version"]

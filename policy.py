@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -84,10 +85,10 @@ class _Head(torch.nn.Module):
 
     def _chunk(self, hidden, targets, temperature, entropy_grad):
         logits = self.model.get_output_embeddings()(hidden).float() / temperature
-        normaliser = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        logp = logits - logits.logsumexp(-1, keepdim=True)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+            entropy = -(logp.exp() * logp).sum(-1)
+        logp = logp.gather(-1, targets[:, None]).squeeze(-1)
         return logp, entropy
 
 
@@ -96,7 +97,7 @@ class Policy:
 
     def __init__(self, args, model: str, device, dtype, trainable: bool = True):
         self.args, self.device, self.trainable, self.version = args, device, trainable, 0
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=args.attention,
                                                           trust_remote_code=args.trust_remote_code)
         self.head = _Head(self.model).train(trainable)
@@ -112,10 +113,11 @@ class Policy:
         if args.compile:
             for layer in layers:
                 layer.compile()
-        if dist.is_initialized():
+        if distributed():
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-            mesh = init_device_mesh(device.type, (args.hsdp, self.ranks // args.hsdp) if args.hsdp > 1 else (self.ranks,))
+            shape, names = ((args.hsdp, self.ranks // args.hsdp), ("replicate", "shard")) if args.hsdp > 1 else ((self.ranks,), ("shard",))
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
             offload = CPUOffloadPolicy() if args.param_offload and not trainable and device.type == "cuda" else OffloadPolicy()
             options = dict(mesh=mesh, offload_policy=offload,
                            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
@@ -219,7 +221,7 @@ class Policy:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names])
-        if dist.is_initialized():
+        if distributed():
             dist.all_reduce(sums)
         metrics = dict(zip(names, sums.tolist()), grad_norm=norm)
         if math.isfinite(norm) and math.isfinite(metrics["loss"]):
@@ -242,7 +244,7 @@ class Policy:
     def save(self, folder: Path, tokenizer) -> None:
         """Hugging Face format, loadable by from_pretrained; written to one side and renamed."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True) if dist.is_initialized() else None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True) if distributed() else None
         state = get_model_state_dict(self.model, options=options)
         if self.rank == 0:
             state = {k: v for k, v in state.items() if k not in (self.model._tied_weights_keys or {}) or
@@ -263,9 +265,14 @@ def k3(logp: torch.Tensor, ref_logprobs: torch.Tensor | None) -> torch.Tensor:
     return difference.exp() - difference - 1
 
 
+def distributed() -> bool:
+    """Whether this process is one of torchrun's ranks (vLLM opens a group of its own where it is not)."""
+    return dist.is_initialized() and "RANK" in os.environ
+
+
 def gather(item) -> list:
     """The item of every rank, in rank order, on every rank."""
-    if not dist.is_initialized():
+    if not distributed():
         return [item]
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)

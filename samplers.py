@@ -10,7 +10,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -155,7 +154,7 @@ class VLLMSampler:
             # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
             enforce_eager=True, kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30,
             enable_chunked_prefill=False, max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_new_tokens))
-        if dist.is_initialized():
+        if "RANK" in os.environ:  # under torchrun: one engine per rank
             options["distributed_executor_backend"] = "external_launcher"
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self.llm = LLM(model, tensor_parallel_size=1, dtype=str(dtype).removeprefix("torch."), seed=args.seed,

@@ -1,0 +1,103 @@
+"""The policy: micro-batch plans, the head without full logits, saving."""
+
+import math
+
+import pytest
+import torch
+from conftest import make_policy, random_rollouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import common
+from policy import _Head
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=st.integers(1, 9), budget=st.integers(1, 2000))
+def test_plan_is_complete_within_budget_and_equal_in_number(lengths, ranks, budget):
+    plan = common.plan_micro_batches(lengths, ranks, budget)
+    assert len(plan) == ranks and len({len(micros) for micros in plan}) == 1
+    assert sorted(i for micros in plan for m in micros for i in m) == list(range(len(lengths)))
+    for micro in (m for micros in plan for m in micros):
+        assert len(micro) <= 1 or max(lengths[i] for i in micro) * len(micro) <= budget
+
+
+def test_plan_by_hand():
+    # lengths 9, 1, 8, 2 within 16 tokens: 9 alone (two rows of 9 are 18), then 8 with 2 (2 x 8 = 16), then 1
+    assert common.plan_micro_batches([9, 1, 8, 2], 1, 16) == [[[0], [2, 3], [1]]]
+    # on two ranks they are dealt in turn, and the second rank gets an empty one
+    assert common.plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [1]], [[2, 3], []]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_head_equals_full_logits(temperature, monkeypatch):
+    """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle."""
+    monkeypatch.setattr(_Head, "CHUNK", 7)
+    policy, plain = make_policy(temperature=temperature), make_policy(temperature=temperature)
+    rollouts = random_rollouts(6)
+    micro = next(policy.micro_batches(rollouts))
+    logp, entropy = policy.logprobs(micro, entropy_grad=True)
+    expected_logp, expected_entropy = [], []
+    for r in micro.rollouts:
+        logits = plain.model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / temperature
+        distribution = torch.log_softmax(logits[len(r.prompt_ids) - 1:-1], -1)
+        expected_logp.append(distribution.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1))
+        expected_entropy.append(-(distribution.exp() * distribution).sum(-1))
+    expected_logp, expected_entropy = torch.cat(expected_logp), torch.cat(expected_entropy)
+    assert torch.allclose(logp, expected_logp, atol=1e-5) and torch.allclose(entropy, expected_entropy, atol=1e-5)
+    (logp.sum() + entropy.sum()).backward()
+    (expected_logp.sum() + expected_entropy.sum()).backward()
+    for (name, p), q in zip(policy.model.named_parameters(), plain.model.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-4 * max(1.0, float(q.grad.abs().max()))), name
+
+
+def test_entropy_of_a_flat_distribution():
+    policy = make_policy()
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.zero_()
+    logp, entropy = policy.logprobs(next(policy.micro_batches(random_rollouts(2))))
+    expected = math.log(policy.model.config.vocab_size)  # all logits equal: uniform over the vocabulary
+    assert entropy.tolist() == pytest.approx([expected] * len(entropy), abs=1e-4)
+    assert logp.tolist() == pytest.approx([-expected] * len(logp), abs=1e-4)
+
+
+def test_entropy_bonus_raises_entropy_and_clip_high_lets_a_rising_ratio_go_on():
+    policy = make_policy(lr=1e-3)
+    rollouts = random_rollouts(8)
+    before = None
+    for _ in range(2):
+        for micro in policy.micro_batches(rollouts):
+            logp, entropy = policy.logprobs(micro, entropy_grad=True)
+            policy.backward(micro, -entropy, entropy=entropy)
+        metrics = policy.step(1e-3)
+        before, after = metrics["entropy"] if before is None else before, metrics["entropy"]
+    assert after > before
+    # ratio 1.25 and a positive advantage: at clip_high 0.2 the gradient is cut off, at 0.28 it is not
+    for clip_high, flows in ((0.2, False), (0.28, True)):
+        logp = torch.tensor([math.log(1.25)], requires_grad=True)
+        rho = logp.exp()
+        torch.min(rho * 1.0, rho.clamp(0.8, 1 + clip_high) * 1.0).sum().backward()
+        assert bool(logp.grad.abs().sum() > 0) == flows
+
+
+def test_saved_model_loads_and_is_the_same(tmp_path, llama):
+    for source in (common.TOY, llama):  # tied and untied head
+        policy = make_policy(source)
+        with torch.no_grad():
+            for p in policy.model.parameters():
+                p.add_(0.01)
+        policy.save(tmp_path / "saved", AutoTokenizer.from_pretrained(source))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        ids = torch.arange(5, 25)[None]
+        assert torch.equal(loaded(ids).logits, policy.model.eval()(ids).logits)
+        AutoTokenizer.from_pretrained(tmp_path / "saved")
+
+
+def test_an_architecture_with_other_logits_is_refused(tmp_path):
+    from transformers import CohereConfig, CohereForCausalLM
+    config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                          num_key_value_heads=1, logit_scale=0.0625)
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="cohere does not compute its logits"):
+        make_policy(tmp_path)

@@ -1,14 +1,16 @@
 """Both engines: what they sample, that they run the current policy, and that stale weights are noticed."""
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import SMALL, make_policy, run_toy
+from conftest import ROOT, SMALL, make_policy
 from transformers import AutoTokenizer
 
 import common
-import ttrl
 from common import Request, seed_of
 from samplers import _truncate
 
@@ -135,9 +137,23 @@ def test_seeds_never_share_a_stream():
     assert len(set(seeds)) == 2500 and all(s % 65536 == 0 and 0 <= s < 2 ** 62 for s in seeds)
 
 
-def test_run_with_vllm_and_the_sync_proof_stops_a_stale_one(tmp_path, monkeypatch):
-    lines = run_toy(ttrl, tmp_path / "good", sampler="vllm", lr=1e-3, steps=3)
-    assert lines[-1]["step"] == 3 and lines[-1]["sync_max"] < 1e-4
-    monkeypatch.setattr(common.VLLMSampler, "load", lambda self, tensors: None)
-    with pytest.raises(common.UserError, match="does not run the current policy"):
-        run_toy(ttrl, tmp_path / "stale", sampler="vllm", lr=1e-3, steps=3, prompts_per_batch=SMALL["prompts_per_batch"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_sync_proof_stops_a_run_with_a_stale_engine(tmp_path, stale):
+    """A whole run with vLLM, in a process of its own; with the sync taken out it must stop with one sentence."""
+    code = f"""
+import common, ttrl
+if {stale}:
+    common.VLLMSampler.load = lambda self, tensors: None
+common.launch(ttrl.main, ttrl.Args, ttrl.TOY)
+"""
+    flags = ["--sampler", "vllm", "--lr", "1e-3", "--out", str(tmp_path / "run")]
+    for name, value in dict(SMALL, steps=3).items():
+        flags += [f"--{name}", str(value)]
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if stale:
+        assert done.returncode == 2 and "the sampler does not run the current policy" in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr[-2000:]
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["step"] == 3 and max(line["sync_max"] for line in lines) < 1e-4

@@ -1,12 +1,12 @@
 """SCRL against numbers worked out by hand from Eq. 3, 4, 8 and 9, and runs of every ablation of its Table 3."""
 
-import json
 import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import run_toy
 
 import common
 import scrl
@@ -189,12 +189,8 @@ def test_defaults_are_the_papers():
 
 
 # ------------------------------------------------------ runs ---------------------------------------------------------
-SMALL = dict(steps=1, prompts_per_batch=4, votes=8, train_samples=4, eval="", checkpoint_every=0)
-
-
 def run(folder, **flags):
-    scrl.main(Args(**{**scrl.TOY, **SMALL, **flags}, out=str(folder)))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return run_toy(scrl, folder / "run", **dict(steps=1, train_samples=4, max_new_tokens=128) | flags)
 
 
 def test_end_to_end(tmp_path, monkeypatch):
@@ -206,7 +202,7 @@ def test_end_to_end(tmp_path, monkeypatch):
         return original(self, rollouts, into)
 
     monkeypatch.setattr(common.Policy, "score", score)
-    lines = run(tmp_path / "run", steps=2, eval="train", eval_samples=4)
+    lines = run(tmp_path, steps=2, eval="train", eval_samples=4)
     # One pass over all 4 x 8 responses gives entropies and old log-probs; the reference scores the 4 x 4 trained ones only
     assert passes == [("old_logprobs", 32), ("ref_logprobs", 16)] * 2
     assert [line["step"] for line in lines] == [0, 1, 2] and (tmp_path / "run" / "final" / "config.json").exists()
@@ -220,7 +216,7 @@ def test_end_to_end(tmp_path, monkeypatch):
     dict(tau_pos=0.25, tau_neg=0.0625, tau_marg=0.0, lambda_h=0.0, null_reward=0.0),
     dict(updates_per_batch=1), dict(kl_coef=0.0, prompt="suffix", temperature=0.6)])
 def test_each_ablation_runs(tmp_path, flags):
-    line = run(tmp_path / "run", **flags)[-1]
+    line = run(tmp_path, **flags)[-1]
     assert math.isfinite(line["loss"])
     if "selective_positive" in flags:
         assert line["positive_coverage"] == 1  # every majority is a label

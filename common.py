@@ -47,7 +47,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from answers import answers_equal, equivalence_classes, extract_answer, normal_gold  # noqa: F401
 from policy import MicroBatch, Policy, distributed, gather, k3, plan_micro_batches  # noqa: F401
 from problems import (  # noqa: F401
-    TOY, Problem, UserError, encode_prompt, grade, load_problems, majority, pass_at_k, seed_of, summary)
+    TOY, Problem, UserError, encode_prompt, grade, label_classes, load_problems, majority, pass_at_k, seed_of, summary)
 from samplers import HFSampler, Request, Rollout, VLLMSampler  # noqa: F401
 
 transformers.logging.set_verbosity_error()
@@ -519,6 +519,23 @@ class Run:
                 write_atomically(path, json.dumps(value))
             return value
         return gather(json.loads(path.read_text()) if self.rank == 0 else None)[0]
+
+    def initial_votes(self) -> tuple[dict[int, str | None], dict[int, float]]:
+        """The initial model's majority answer and its share of the votes, by problem id; computed once, stored with the run."""
+        def compute():
+            from tqdm import trange
+            votes, size = [], self.args.prompts_per_batch
+            for start in trange(0, len(self.problems), size, desc="initial votes", disable=self.rank != 0):
+                problems = self.problems[start:start + size]
+                for p, rollouts in zip(problems, self.rollouts(problems, self.args.votes)):
+                    classes = equivalence_classes([r.answer for r in rollouts])
+                    winner = majority(classes)
+                    label = rollouts[classes.index(winner)].answer if winner is not None else None
+                    votes.append((p.id, label, classes.count(winner) / len(classes) if winner is not None else 0.0))
+            return votes
+
+        votes = self.once("initial_votes", compute)
+        return {i: label for i, label, _ in votes}, {i: share for i, _, share in votes}
 
     def vote_metrics(self, problems: list[Problem], groups: list[list[Rollout]], classes: list[list[int | None]],
                      rewards: list[torch.Tensor]) -> dict[str, float]:

@@ -202,6 +202,12 @@ def majority(classes: list[int | None]) -> int | None:
     return max(counts, key=counts.get) if counts else None  # max keeps the first of equals; dicts keep the order seen
 
 
+def label_classes(rollouts: list, label: str | None) -> list[int | None]:
+    """Classes for a label that is given: 0 where the answer equals it, None elsewhere, so that the label always wins the vote."""
+    equal = {r.answer: r.answer is not None and label is not None and answers_equal(r.answer, label) for r in rollouts}
+    return [0 if equal[r.answer] else None for r in rollouts]
+
+
 def grade(problem: Problem, rollouts: list) -> dict:
     """Verdicts of one problem's responses against its gold answer, as plain numbers."""
     classes = equivalence_classes([r.answer for r in rollouts])

@@ -152,7 +152,8 @@ class VLLMSampler:
         self.cuda = device.type == "cuda"
         options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True) if self.cuda else dict(
             # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
-            enforce_eager=True, kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30,
+            # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
+            enforce_eager=True, block_size=32, kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30,
             enable_chunked_prefill=False, max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_new_tokens))
         if "RANK" in os.environ:  # under torchrun: one engine per rank
             options["distributed_executor_backend"] = "external_launcher"

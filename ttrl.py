@@ -24,11 +24,11 @@ from typing import Literal
 import torch
 
 import common
-from common import answers_equal, equivalence_classes, majority
+from common import equivalence_classes, majority
 
 # Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
 TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=10, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=32, max_prompt_tokens=128, max_new_tokens=128, lr=3e-4, updates_per_batch=2, sampler="hf",
+           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=3e-4, updates_per_batch=2, sampler="hf",
            eval_temperature=1.0, eval_top_p=1.0)
 
 
@@ -62,30 +62,12 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0])).round(decimals=3).tolist()
-    [0.866, -0.866, -0.866, 0.866]
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
     """
     if len(rewards) < 2 or (rewards == rewards[0]).all():
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + eps)
-
-
-def gold_classes(problem, rollouts, label):
-    """Classes for a given label: 0 where the answer equals it, None elsewhere, so that the label always wins the vote."""
-    equal = {r.answer: r.answer is not None and label is not None and answers_equal(r.answer, label) for r in rollouts}
-    return [0 if equal[r.answer] else None for r in rollouts]
-
-
-def initial_votes(run, args):
-    """The initial model's majority answer and its share of the votes, for every problem (SRT)."""
-    groups = run.sample([p.prompt_ids for p in run.problems], args.votes, [p.id for p in run.problems])
-    votes = []
-    for rollouts in groups:
-        classes = equivalence_classes([r.answer for r in rollouts])
-        winner = majority(classes)
-        label = rollouts[classes.index(winner)].answer if winner is not None else None
-        votes.append((label, classes.count(winner) / len(classes) if winner is not None else 0.0))
-    return votes
 
 
 # ------------------------------------------------------ the loop -----------------------------------------------------
@@ -94,12 +76,9 @@ def main(args: Args) -> None:
     policy = run.policy
     if args.labels == "gold" and any(p.answer is None for p in run.problems):
         raise common.UserError("--labels is 'gold', but some problems of --dataset have no gold answer.")
-    if args.labels == "offline" or args.easy_fraction < 1:
-        votes = run.once("initial_votes", lambda: initial_votes(run, args))
-        offline = {p.id: label for p, (label, _) in zip(run.problems, votes)}
-        ratio = {p.id: share for p, (_, share) in zip(run.problems, votes)}
-        keep = max(args.prompts_per_batch, round(args.easy_fraction * len(run.problems)))
-        run.problems = sorted(run.problems, key=lambda p: -ratio[p.id])[:keep]
+    if args.labels == "offline" or args.easy_fraction < 1:  # SRT: what the initial model votes, once, before step 1
+        offline, votes = run.initial_votes()
+        run.problems = sorted(run.problems, key=lambda p: -votes[p.id])[:max(args.prompts_per_batch, round(args.easy_fraction * len(votes)))]
 
     for _ in run.steps():
         # Sample: N responses to every problem of the batch, from the current policy.
@@ -113,7 +92,7 @@ def main(args: Args) -> None:
                 classes.append(equivalence_classes([r.answer for r in rollouts]))
             else:
                 label = problem.answer if args.labels == "gold" else offline[problem.id]
-                classes.append(gold_classes(problem, rollouts, label))
+                classes.append(common.label_classes(rollouts, label))
             rewards.append(majority_reward(classes[-1]))
             chosen = run.subset(range(args.votes), args.train_samples, problem.id)
             advantages = group_advantages(rewards[-1][chosen])

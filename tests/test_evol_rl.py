@@ -1,7 +1,9 @@
 """EVOL-RL against numbers worked out by hand from sections 2.2 and A.3, its gradients' signs, and runs of every ablation."""
 
+import doctest
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +26,13 @@ def unit(*degrees):
     return torch.stack([radians.cos(), radians.sin()], 1)
 
 
+@pytest.mark.parametrize("name", ["novelty", "evol_rewards"])
+def test_doctest(name):
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(getattr(evol_rl, name), name, globs=vars(evol_rl).copy()):
+        assert test.examples and runner.run(test).failed == 0
+
+
 # ------------------------------------------------------ section 2.2 --------------------------------------------------
 # Angles 0, 0, 60 (majority), 90, 150 (minority). Cosines: 0 deg 1, 30 deg 0.8660, 60 deg 0.5, 90 deg 0, 150 deg -0.8660.
 #   0 (0 deg):   mean of (1, 0.5) = 0.75;    max of (1, 0.5, 0, -0.866) = 1            u = 1 - 0.375  - 0.5   = 0.125
@@ -42,6 +51,8 @@ def test_novelty():
     # alpha 1: the mean alone; alpha 0: the maximum alone
     assert novelty(similarity, [0, 1, 2], valid, alpha=1.0).tolist() == pytest.approx([0.25, 0.25, 0.5])
     assert novelty(similarity, [0, 1, 2], valid, alpha=0.0).tolist() == pytest.approx([0.0, 0.0, 0.1339746])
+    # Opposite directions are more novel than unrelated ones: 0 and 180 degrees, mean and max -1, u = 2
+    assert novelty(unit(0, 180) @ unit(0, 180).T, [0, 1], [0, 1]).tolist() == pytest.approx([2.0, 2.0])
     # The maximum is over all valid responses: without 3 (90 deg) that of 2 falls to 0.5, u = 1 - 0.25 - 0.25
     assert novelty(similarity, [0, 1, 2], [0, 1, 2, 4]).tolist() == pytest.approx([0.125, 0.125, 0.5])
 
@@ -216,58 +227,50 @@ def test_equal_texts_are_embedded_once_and_thoughts_not_at_all(tmp_path, monkeyp
     assert line["reward"] == pytest.approx(-0.25)
 
 
-# -- signs: every advantage is 1, there is no KL, and the old log-probs are set so that all ratios start from 1.25 ----
-def pushed(tmp_path, monkeypatch, ratio, **flags):
-    """(log-prob after minus before, the step's metrics), summed over the trained tokens, with advantages of 1."""
-    score, end_step, changes = common.Run.score, common.Run.end_step, []
+# -- signs of the gradients, in the loop itself -----------------------------------------------------------------------
+def after_the_update(monkeypatch, look):
+    """Call look(rollout before, the same scored by the updated policy) -> number on all trained rollouts; the list gets the sum."""
+    end_step, sums = common.Run.end_step, []
+
+    def compare(self, metrics, updates, problems, groups):
+        trained = [r for g in groups for r in g if r.old_logprobs is not None]
+        again = [replace(r) for r in trained]
+        self.policy.score(again)
+        sums.append(sum(float(look(r, a)) for r, a in zip(trained, again)))
+        end_step(self, metrics, updates, problems, groups)
+
+    monkeypatch.setattr(common.Run, "end_step", compare)
+    return sums
+
+
+QUIET = dict(kl_coef=0.0, weight_decay=0.0, novelty=False, lr=1e-4)  # nothing moves the policy but what a test turns on
+
+
+@pytest.mark.parametrize("clip_high, moves", [(0.28, True), (0.2, False)])
+def test_clip_higher_lets_rising_probabilities_rise_further(tmp_path, monkeypatch, clip_high, moves):
+    # All advantages are 1, and the old log-probs are set such that all ratios start from 1.25: inside 1.28, outside 1.2
+    score = common.Run.score
 
     def shifted(self, rollouts):
         score(self, rollouts)
-        self.trained, self.before = rollouts, [r.old_logprobs for r in rollouts]
         for r in rollouts:
-            r.old_logprobs = r.old_logprobs - math.log(ratio)
-
-    def compare(self, metrics, updates, problems, groups):
-        self.policy.score(self.trained)
-        changes.append(sum(float((r.old_logprobs - b).sum()) for r, b in zip(self.trained, self.before)))
-        for r, b in zip(self.trained, self.before):
-            r.old_logprobs = b
-        end_step(self, metrics, updates, problems, groups)
+            r.old_logprobs = r.old_logprobs - math.log(1.25)
 
     monkeypatch.setattr(common.Run, "score", shifted)
-    monkeypatch.setattr(common.Run, "end_step", compare)
     monkeypatch.setattr(evol_rl, "group_advantages", torch.ones_like)
-    settings = dict(kl_coef=0.0, entropy_coef=0.0, weight_decay=0.0, novelty=False, updates_per_batch=2, lr=1e-4) | flags
-    return changes, run(tmp_path, **settings)[-1]
+    rises = after_the_update(monkeypatch, lambda old, new: (new.old_logprobs - old.old_logprobs - math.log(1.25)).sum())
+    line = run(tmp_path, clip_high=clip_high, entropy_coef=0.0, **QUIET)[-1]
+    assert (line["grad_norm"] > 0) == moves
+    if moves:
+        assert rises[0] > 0
+    else:
+        assert line["clip_fraction"] == pytest.approx(1.0) and rises[0] == pytest.approx(0.0, abs=1e-2)
 
 
-def test_clip_higher_lets_rising_probabilities_rise_further(tmp_path, monkeypatch):
-    changes, line = pushed(tmp_path, monkeypatch, 1.25, clip_high=0.28)
-    assert changes[0] > 0 and line["grad_norm"] > 0
-
-
-def test_clip_stops_them_earlier_without_it(tmp_path, monkeypatch):
-    changes, line = pushed(tmp_path, monkeypatch, 1.25, clip_high=0.2)
-    assert changes == [0.0] and line["grad_norm"] == 0 and line["clip_fraction"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("coef, rises", [(1.0, True), (0.0, False)])
-def test_entropy_bonus_raises_entropy(tmp_path, monkeypatch, coef, rises):
-    monkeypatch.setattr(evol_rl, "group_advantages", torch.zeros_like)  # nothing but the bonus
-    entropies = []
-    end_step = common.Run.end_step
-
-    def measure(self, metrics, updates, problems, groups):
-        rollouts = [r for g in groups for r in g if r.entropies is not None]
-        before = sum(float(r.entropies.sum()) for r in rollouts)
-        old = [r.old_logprobs for r in rollouts]
-        self.policy.score(rollouts)
-        entropies.append(sum(float(r.entropies.sum()) for r in rollouts) - before)
-        for r, logprobs in zip(rollouts, old):
-            r.old_logprobs = logprobs
-        end_step(self, metrics, updates, problems, groups)
-
-    monkeypatch.setattr(common.Run, "end_step", measure)
-    line = run(tmp_path, entropy_coef=coef, kl_coef=0.0, weight_decay=0.0, novelty=False, lr=1e-4)[-1]
-    assert entropies[0] > 0 if rises else entropies[0] == pytest.approx(0.0, abs=1e-3)
-    assert (line["grad_norm"] > 0) == rises
+@pytest.mark.parametrize("coef", [1.0, 0.0])
+def test_entropy_bonus_raises_entropy(tmp_path, monkeypatch, coef):
+    monkeypatch.setattr(evol_rl, "group_advantages", torch.zeros_like)
+    rises = after_the_update(monkeypatch, lambda old, new: (new.entropies - old.entropies).sum())
+    line = run(tmp_path, entropy_coef=coef, **QUIET)[-1]
+    assert (line["grad_norm"] > 0) == (coef > 0)
+    assert rises[0] > 0.1 if coef else rises[0] == pytest.approx(0.0, abs=1e-2)

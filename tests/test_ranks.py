@@ -15,7 +15,7 @@ SCRIPTS = [name for name in ("ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dy
 FLAGS = ("--steps 3 --votes 8 --train_samples 8 --prompts_per_batch 4 --max_new_tokens 64 --eval_samples 2 --eval_every 0 "
          "--checkpoint_every 0 --lr 1e-3").split()
 OWN = {  # scripts whose budget has other names
-    "ettrl": "--votes 10 --etmr_m 2 --etmr_n 2 --etmr_b 2".split(), "dynamic_rl": "--votes 6 --eval toy_test".split()}
+    "ettrl": "--trunks 2 --forks 2 --branches 2".split(), "dynamic_rl": "--votes 6 --eval toy_test".split()}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

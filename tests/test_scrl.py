@@ -1,5 +1,6 @@
 """SCRL against numbers worked out by hand from Eq. 3, 4, 8 and 9, and runs of every ablation of its Table 3."""
 
+import doctest
 import math
 import random
 from types import SimpleNamespace
@@ -17,6 +18,13 @@ from scrl import Args, answer_entropies, group_advantages, label_metrics, pseudo
 def classes_of(*counts, none=0):
     """[0] * counts[0] + [1] * counts[1] + ..., then None."""
     return [c for c, n in enumerate(counts) for _ in range(n)] + [None] * none
+
+
+@pytest.mark.parametrize("name", ["answer_entropies", "pseudo_labels", "scrl_rewards"])
+def test_doctest(name):
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(getattr(scrl, name), name, globs=vars(scrl).copy()):
+        assert test.examples and runner.run(test).failed == 0
 
 
 # ------------------------------------------------------ Eq. 4 and 8 --------------------------------------------------

@@ -1,0 +1,431 @@
+"""Reading answers out of text and deciding which are equal: tables, real gold answers, properties, hostile input."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import answers
+from answers import answers_equal, equivalence_classes, extract_answer, normal_form, normal_gold
+
+DATA = Path(__file__).parent.parent.parent / "shared/data"
+PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " * 60
+
+
+# ------------------------------------------------------------------------------------------------------- extraction
+@pytest.mark.parametrize("text, expected", [
+    (r"\boxed{5}", "5"),
+    (r"The answer is $\boxed{42}$.", "42"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\frac{\sqrt{a^{2}}}{b}} done", r"\frac{\sqrt{a^{2}}}{b}"),
+    (r"\boxed{1} then \boxed{2}", "2"),
+    (r"\fbox{7}", "7"),
+    (r"\boxed{1} then \fbox{7}", "7"),
+    (r"\fbox{7} then \boxed{1}", "1"),
+    (r"\boxed {9}", "9"),
+    ("\\boxed\n{9}", "9"),
+    (r"\boxed 5", "5"),
+    (r"so \boxed 42.", "42"),
+    (r"\boxed -3$", "-3"),
+    (r"\boxed{ 5 }", "5"),
+    ("\\boxed{1 +\n 2}", "1 +\n 2"),
+    (r"\boxed{}", None),
+    (r"\boxed{  }", None),
+    (r"\boxed{5} but then \boxed{}", None),
+    (r"\boxed{12", None),
+    (r"\boxed{\frac{1}{2}", None),
+    (r"\boxed{1}, and more: \boxed{\frac{1", None),  # truncated: the first box is not the answer
+    (r"\boxed{1}, and more: \boxed{", None),
+    (r"no box at all, 12 apples", None),
+    (r"the answer is 12", None),
+    ("", None),
+    (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{x = \fbox{5}}", "5"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{\left\{ x \right.} end}", r"\left\{ x \right."),  # an escaped brace is no brace
+    (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\boxed{a}}}}}", "a"),
+    (r"}}}{{ \boxed{3}", "3"),
+    (r"<think>\boxed{1}</think> so \boxed{2}", "2"),
+    (r"<think>\boxed{1}</think> so two", None),
+    (r"a</think>\boxed{1}</think>\boxed{3}", "3"),
+    (r"\boxed{2} <think>", "2"),
+    (r"put it in \boxed as asked: \boxed{4}", "4"),
+    (r"\boxed{4}. I used \boxed as asked.", "4"),
+    (r"\boxedx{4}", None),
+    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+    (r"\boxed{1,000}", "1,000"),
+    (r"\boxed{$5$}", "$5$"),
+    ("\\boxed{5}\n\n\\boxed{6}\n", "6"),
+    (r"**\boxed{8}**", "8"),
+    (r"\[\boxed{x^2+1}\]", "x^2+1"),
+])
+def test_extraction(text, expected):
+    assert extract_answer(text) == expected
+    if expected is not None and "think" not in text:
+        assert extract_answer(PAGE + text) == expected
+
+
+@pytest.mark.parametrize("text, expected", [
+    (r"\boxed{C}", "C"), (r"\boxed{(C)}", "C"), (r"\boxed{\text{C}}", "C"), (r"\boxed{\textbf{(C) }}", "C"),
+    (r"\boxed{C. 42}", "C"), (r"\boxed{\textbf{(C)}\ 42}", "C"), (r"\boxed{C: the mitochondrion}", "C"), (r"\boxed{$D$}", "D"),
+    (r"\boxed{\mathrm{(A)}}", "A"), (r"\boxed{B) 3}", "B"), (r"\boxed{(D) a cat}", "D"),
+    (r"\boxed{C} This is a good answer", "C"),  # the article is no choice, nor anything else outside the box
+    ("A good answer", None), (r"\boxed{A cat}", None), (r"\boxed{a}", None), (r"\boxed{E}", None), (r"\boxed{AB}", None),
+    (r"\boxed{42}", None), (r"\boxed{}", None), (r"\boxed{C", None), ("(C)", None), (r"\boxed{CO_2}", None), (r"\boxed{A+B}", None),
+])
+def test_extraction_of_choices(text, expected):
+    assert extract_answer(text, choices=True) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------- equality
+SAME = [line.split(" | ") for line in r"""
+0.5 | .5 | 0.50 | \frac12 | \frac{1}{2} | \dfrac{1}{2} | \tfrac12 | 1/2 | \frac{2}{4} | 2^{-1} | $\frac{1}{2}$ | \(\frac12\) | 50\times 10^{-2}
+1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | 1000.0 | 1000. | \$1000 | \$1,000 | 1e3 | +1000 | 01000
+5 | x=5 | x = 5 | 5. | \text{5} | 5\text{ cm} | 5 \text{ cm}^2 | 5\,\mathrm{cm} | 5 cm | 5 inches | 5 \mbox{ inches} | (5) | k=2+3=5 | {5}
+90 | 90^\circ | 90^{\circ} | 90° | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent
+1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4
+-\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | −0.5 | -1/2 | -\dfrac12
+C | (C) | \text{C} | \text{(C)} | \textbf{(C)} | \mathrm{C}
+\text{Evelyn} | Evelyn | evelyn | \textbf{Evelyn}
+\text{no solution} | no solution | No solution
+2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} | y=2\sqrt5
+2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1) | 2!
+2\pi | 2 \pi | \pi\cdot 2 | 2π | 2\pi\text{ cm}
+1, 2, 3 | 3, 2, 1 | \{1,2,3\} | 1,2,3 | x=1, x=2, x=3 | 1, 2 and 3 | 1, 2, \text{ and } 3
+(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2)
+[2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
+(-1,3] | -1<x\le3 | x\in\left(-1,3\right] | 3\ge x>-1
+(0,9)\cup(9,36) | (9,36) \cup (0,9)
+1\pm\sqrt2 | 1+\sqrt2, 1-\sqrt{2} | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2
+\{1\pm\sqrt{5},-2\} | -2, 1+\sqrt5, 1-\sqrt5
+\begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{pmatrix}\frac12\\2\end{pmatrix} | \begin{bmatrix} 0.5 \\[3pt] \sqrt{4} \end{bmatrix}
+y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1
+5x-7y+11z+4=0 | -5x+7y-11z-4=0 | 5x+11z+4=7y | 10x-14y+22z+8=0
+(a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
+\frac{n(n+1)}{2} | \frac{n^2+n}{2} | \frac12 n(n+1) | \binom{n+1}{2}
+\binom{2n}{n} | \frac{(2n)!}{n!n!}
+6-5i | -5i+6 | 6 - 5 i
+e^{i\pi} | -1
+\sin^2 x+\cos^2 x | 1
+3R^2 | 3 R^{2} | R^2\cdot3
+52_8 | 52_{8} | 52_{ 8 }
+\sin 30^\circ | \frac12
+2^{100}+1 | 1+2^{100} | 1267650600228229401496703205377
+\frac{100!}{99!} | 100
+x=1,y=2 | y=2, x=1 | x = 1, y = 2
+\frac{dx}{dt}=kx-a | \frac{dx}{dt} = kx - a
+0.1\sqrt{2} | \frac{\sqrt2}{10}
+8.7 \times 10^{8} | 8.7e8 | 870000000 | 8.7\cdot10^8
+""".strip().splitlines()]
+DIFFERENT = [line.split(" | ") for line in r"""
+2^{-99} | 2^{-98} | 0
+\frac{1}{2004!} | \frac{1}{2006!}
+0.333333 | \frac13 | 0.3333333333333333
+3.14 | \pi | \frac{22}{7} | 3.14159265358979
+\sqrt2\cdot10^{-30} | \sqrt3\cdot10^{-30} | 0
+2^{100}+1 | 2^{100} | 2^{100}+2
+(1,2) | (2,1) | [1,2] | [1,2) | 1,2 | 12
+1,2 | 1,3 | 1,2,3 | 1,2,2 | 1
+100, 200 | 100200 | 100
+x=1,y=2 | x=2,y=1
+3R^2 | 3r^2
+|x| | x | -x
+\sqrt{x^2} | x
+52_8 | 52 | 42 | 52_9
+x>2 | x\ge2 | x<2 | 2
+1+\sqrt2 | 1-\sqrt2 | 1\pm\sqrt2
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix}
+east | west | \text{north}
+A | B | C
+12 | 1,2 | 1.2 | 21 | -12
+\frac{1}{2} | \frac{2}{1} | 12 | \frac{1}{3}
+2x+3 | 2x-3 | 3x+2 | 2y+3
+\lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2}
+9^{9^{9^9}} | 9^{9^{9^8}} | 7
+\frac{dx}{dt} | 0 | \frac{dy}{dt}
+yes | no
+""".strip().splitlines()]
+
+
+@pytest.mark.parametrize("group", SAME, ids=lambda g: g[0])
+def test_spellings_of_one_answer(group):
+    assert {a: c for a, c in zip(group, equivalence_classes(group)) if c} == {}
+
+
+@pytest.mark.parametrize("group", DIFFERENT, ids=lambda g: g[0])
+def test_different_answers(group):
+    assert equivalence_classes(group) == list(range(len(group)))
+
+
+def test_groups_of_the_table_do_not_merge():
+    """No spelling of one line equals a spelling of another: 1 + 60 * 60 / 2 chances to be too generous."""
+    classes = equivalence_classes([g[0] for g in SAME])
+    twice = {SAME[i][0]: SAME[classes.index(c)][0] for i, c in enumerate(classes) if classes.index(c) != i}
+    assert twice == {r"\sin 30^\circ": "0.5"}
+
+
+def test_classes_are_numbered_by_first_appearance_and_none_stays_none():
+    assert equivalence_classes([]) == [] and equivalence_classes([None, None]) == [None, None]
+    assert equivalence_classes(["7", None, "3", "7.0", r"\frac{6}{2}", "x=7", None]) == [0, None, 1, 0, 1, 0, None]
+    assert not answers_equal(None, None) and not answers_equal("1", None) and not answers_equal(None, "1")
+
+
+@pytest.mark.parametrize("value, expected", [
+    (142.0, "142"), (70, "70"), ("142.0", "142"), ("025", "25"), (-4.0, "-4"), (0.5, "0.5"), (None, None), ("$1003$", "1003"),
+    ("336^\\circ", "336"), (["2"], "2"), (["2", "3"], "2, 3"), (["$69$,$84$"], "69, 84"), (["9.6\n"], "9.6"), ([], None),
+    (["4.4e7\n", "4.4 \\times 10^7"], "4.4e7"), (["2\n", "2"], "2"), ("$\\frac{1}{2 n+2}$", "\\frac{1}{2n+2}"), (True, "true"),
+])
+def test_gold_answers_of_any_type(value, expected):
+    assert normal_gold(value) == expected
+
+
+# ------------------------------------------------------------------------------------------------ real gold answers
+# The test must mean something without the data files too.
+INLINE = [
+    r"\left( 3, \frac{\pi}{2} \right)", "p - q", r"\frac{14}{3}", r"\text{Evelyn}", r"90^\circ", r"3\sqrt{13}", "6 - 5i", "52_8",
+    r"11\sqrt2", "1,-2", "x=5", r"x^5 - x^4 + x^3 - x^2 + x - 1", r"\cot x", r"1 \pm \sqrt{19}", r"(3,4]", r"10,\!080",
+    r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\frac{270}7\text{ degrees}", ".0000672", r"5x - 7y + 11z + 4 = 0",
+    r"(2,\infty)", r"\$32,\!348", r"864 \mbox{ inches}^2", r"1\frac{4}{5}", r"\frac{11+9a}{20}", r"x \in [-2,7]",
+    r"(0,9) \cup (9,36)", r"\{1\pm\sqrt{5},-2\}", r"15\mbox{ cm}^2", r"I(0)e^{-\frac{t}{RC}}", r"\frac{d !}{2 k(d-k) !}", "025",
+    r"\hbar \omega(v+1 / 2)-\frac{E_{0}^{2} e^{2}}{2 m \omega^{2}}", r"$k\left(4 k^{2}+k-1\right) / 2$", "$69$,$84$",
+]
+# Different spellings that are one answer (reviewed by hand), by a representative of each class.
+EQUAL_GOLDS = {
+    "1, -2": "two problems, one set", "2, 3, 4": "two problems, one set", "1/3": "", "4.4e7": "", "3.61\\cdot10^{-10}": "",
+    "3.3\\cdot10^{-10}": "", "-\\frac{1}{3}": "", "1\\cdot10^{-3}": "", "\\arcsin{\\frac{1}{1.3}}": "1/1.3 is 10/13",
+    "1+i\\sqrt{3}": "", "\\ln2+i\\frac{\\pi}{3}": "", "\\arcsin(1.3\\sin(\\theta_{w}))": "", "\\frac{t}{m}": "",
+    "\\frac{1}{\\sqrt{2}}c": "", "\\frac{v_{0}}{r_{0}}\\frac{1}{(1+r/r_{0})^{3/2}}": "",
+    "\\frac{2-\\omega^{2}-\\frac{\\omega i}{4}}{\\omega^{4}-\\frac{63}{16}\\omega^{2}+4}": "",
+}
+# Rewritings that change a gold answer for us, and why.
+NOT_REWRITTEN: dict[tuple[str, str], str] = {}
+
+
+def golds_of(name):
+    if name == "inline":
+        return INLINE
+    file = {"math500": "math500.jsonl", "aime24": "aime24.jsonl", "aime25": "aime25.json", "amc": "amc.json"}.get(name, name)
+    if not (DATA / file).exists():
+        pytest.skip(f"real gold answers: {DATA / file} is not here (never committed); the inline list is tested")
+    if file.endswith(".jsonl"):
+        return [json.loads(line).get("Answer") or json.loads(line)["answer"] for line in open(DATA / file)]
+    if file.endswith(".json"):
+        return [row["answer"] for row in json.loads((DATA / file).read_text())]
+    from datasets import load_from_disk
+    rows = load_from_disk(str(DATA / file))["answer"]
+    return [spelling for row in rows for spelling in row] if name == "minerva" else list(rows)  # minerva: alternatives
+
+
+def rewritings(gold):
+    """(kind, text) of what a model might write for this gold answer."""
+    yield "dollars", f"${gold}$"
+    yield "full stop", f"{gold}."
+    yield "spaces", f" {gold} ".replace("+", " + ").replace("=", " = ").replace(",", " , ").replace("{", "{ ")
+    yield "dfrac", gold.replace("\\frac", "\\dfrac")
+    yield "tfrac", gold.replace("\\frac", "\\tfrac")
+    yield "left", gold.replace("(", "\\left(").replace(")", "\\right)")
+    yield "display", "\\displaystyle " + gold
+    if "," not in gold and "=" not in gold and "<" not in gold and "\\in" not in gold:
+        yield "name", f"x = {gold}"
+        yield "function", f"f(x)={gold}"
+    value = answers._number(gold)
+    if value is not None:
+        yield "unit", gold + "\\text{ cm}"
+        yield "unit", gold + "\\,\\mathrm{cm}^2"
+        yield "degrees", gold + "^\\circ"
+        yield "fraction", f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+        yield "slash", f"{value.numerator}/{value.denominator}"
+        yield "root", f"\\sqrt{{{abs(value.numerator)}^2}}/{value.denominator}" if value > 0 else gold
+        if value.denominator == 1 and abs(value) < 10**18:
+            yield "thousands", f"{value.numerator:,}"
+            yield "thin", f"{value.numerator:,}".replace(",", ",\\!")
+            yield "decimal", f"{value.numerator}.0"
+        elif Fraction(f"{float(value):.12f}") == value:
+            yield "decimal", f"{float(value):.12f}"
+    elif "\\pi" in gold and gold.count("\\pi") == 1:
+        yield "π", gold.replace("\\pi", "π")
+
+
+BENCHMARKS = ["inline", "math500", "aime24", "aime25", "amc", "minerva", "olympiad_bench"]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_gold_answers_are_found_and_equal_to_themselves(name):
+    wrong = []
+    for raw in golds_of(name):
+        gold = normal_gold(raw)
+        texts = raw if isinstance(raw, list) else [str(raw)]
+        if len(texts) == 1:  # as the file has it, in a box after a page of text
+            answer = extract_answer(PAGE + "\\[ \\boxed{" + texts[0] + "} \\]")
+            wrong += [("raw", raw)] if answer != texts[0].strip() or not answers_equal(answer, gold) else []
+        for kind, text in rewritings(gold):
+            answer = extract_answer(PAGE + f"Hence $\\boxed{{{text}}}$.")
+            if not answers_equal(answer, gold) and (kind, gold) not in NOT_REWRITTEN:
+                wrong.append((kind, gold, text))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_different_gold_answers_are_different(name):
+    """All pairs of a benchmark at once: the classes with more than one spelling are the reviewed ones and no others."""
+    golds = list(dict.fromkeys(normal_gold(raw) for raw in golds_of(name)))
+    classes = equivalence_classes(golds)
+    merged = {golds[classes.index(c)] for i, c in enumerate(classes) if classes.index(c) != i}
+    assert merged - set(EQUAL_GOLDS) == set()
+    assert [gold for gold in golds if normal_form(gold) != gold] == []
+
+
+# ------------------------------------------------------------------------------------------------------- properties
+WORDS = sorted({a for group in SAME + DIFFERENT for a in group} | set(INLINE))
+PIECES = ["1", "2", "10", "x", "y", "\\pi", "\\frac", "{", "}", "(", ")", "[", "]", "+", "-", "=", "^", "_", ",", " ", ".", "\\sqrt", "\\text{",
+          "cm", "%", "\\circ", "$", "\\,", "\\!", "\\left", "\\right", "<", "\\le", "\\pm", "\\cup", "\\{", "\\}", "\\\\", "and", "0", "i", "!", "/"]
+vocabulary = st.one_of(st.sampled_from(WORDS), st.integers(-20, 20).map(str), st.fractions(-3, 3, max_denominator=8).map(str))
+scribble = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+SLOW = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@SLOW
+@given(st.lists(st.one_of(st.none(), vocabulary), max_size=12), st.randoms(use_true_random=False))
+def test_classes_do_not_depend_on_the_order(group, rng):
+    order = list(range(len(group)))
+    rng.shuffle(order)
+    classes = equivalence_classes(group)
+    shuffled = dict(zip(order, equivalence_classes([group[i] for i in order])))
+    for i, j in itertools.combinations(range(len(group)), 2):
+        same = classes[i] is not None and classes[i] == classes[j]
+        assert same == (shuffled[i] is not None and shuffled[i] == shuffled[j])  # order
+        assert same == answers_equal(group[i], group[j]) == answers_equal(group[j], group[i])  # symmetry, other answers
+    seen = [c for c in classes if c is not None]
+    assert list(dict.fromkeys(seen)) == list(range(len(set(seen))))
+
+
+@SLOW
+@given(vocabulary, vocabulary, vocabulary)
+def test_equality_is_transitive(a, b, c):
+    if answers_equal(a, b) and answers_equal(b, c):
+        assert answers_equal(a, c)
+
+
+@settings(SLOW, max_examples=1500)
+@given(st.one_of(vocabulary, scribble, st.text(max_size=30)))
+def test_normal_form_is_idempotent(answer):
+    assert normal_form(normal_form(answer)) == normal_form(answer)
+
+
+@settings(SLOW, max_examples=300)
+@given(scribble)
+def test_scribble_does_no_harm(text):
+    assert answers_equal(text, text) and equivalence_classes([text, None, text]) == [0, None, 0]
+    extract_answer("\\boxed{" + text), extract_answer("\\boxed{" + text + "}", choices=True)
+
+
+@settings(SLOW, max_examples=300)
+@given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
+def test_numbers_are_compared_exactly(a, b):
+    spell = [lambda v: str(v), lambda v: f"\\frac{{{v.numerator}}}{{{v.denominator}}}", lambda v: f"x = {v}\\%"]
+    for f, g in itertools.product(spell, repeat=2):
+        assert answers_equal(f(a), g(b)) == (a == b) and answers_equal(f(a), g(a))
+
+
+# ---------------------------------------------------------------------------------------------------------- hostile
+SENTINEL = "/tmp/answers_test_sentinel"
+HOSTILE = [
+    "9^{9^{9^9}}", "9^9^9^9", "10^{10^{10}}", "((9^{99})^{99})^{99}", "(9^{9})^{(9^{9})}", "2^{10^{9}}", "9^{999999999}", "9^{-999999999}",
+    "e^{e^{e^{e^{9}}}}", "x^{x^{x^{x}}}", "100000000!", "(10^8)!", "((9!)!)!", "9!!!", "(9^9)!", "99999!", r"\frac{1}{100000000!}", "(99999)!!",
+    r"\binom{100000000}{50000000}", r"\binom{10^9}{10^8}", r"\binom{99999}{\binom{999}{99}}", r"\sum_{k=1}^{10^9} \frac{1}{k}",
+    r"\prod_{k=1}^{10^9} k", r"\int_0^1 x^{x^{x}} dx", r"\lim_{n\to\infty} n^{n^{n}}", r"\int\int\int e^{-x^2-y^2-z^2}", r"\zeta(10^9)",
+    r"\sin(10^{10^{10}})", r"\sin(9^{9^9})", r"\log(9^{9^9})", r"\ln(100000!)", r"\lfloor 9^{9^9}\cdot\pi \rfloor", r"\sqrt[9^{9^9}]{2}",
+    "9" * 5000, "0." + "3" * 5000, "9" * 5000 + "/" + "7" * 5000, "(" * 3000 + "1" + ")" * 3000, "{" * 200 + "1" + "}" * 200,
+    "[" * 150 + "]" * 150, r"\frac{1}{" * 60 + "1" + "}" * 60, r"\sqrt{" * 60 + "2" + "}" * 60, "1+" * 150 + "1", "x^" * 60 + "x",
+    "-" * 390, "," * 390, " " * 390, "\\" * 399, "{" * 399, "}" * 399, "(x+1)^{999}(x-1)^{999}", "(x+y+z+a+b+c+d)^{99}", "(1+x)^{(1+x)^{(1+x)}}",
+    r"\text{" * 80, r"\text{ cm}" * 40 + "!", "1" + r"\text{ m}" * 39, "5" + " " * 380 + "x", "1,000" * 70 + ",", "a=" * 190 + "b", "\x00\x01\x02", "\n" * 100,
+    f"__import__('os').system('touch {SENTINEL}')", f"\\text{{}}__import__('os').system('touch {SENTINEL}')",
+    f"open('{SENTINEL}','w')", f"exec(\"open('{SENTINEL}','w')\")", f"lambda: open('{SENTINEL}','w')", f"$(touch {SENTINEL})", f"`touch {SENTINEL}`",
+    f"\\input{{|touch {SENTINEL}}}", f"\\write18{{touch {SENTINEL}}}", "().__class__.__bases__[0].__subclasses__()", "x.__class__", "''.__doc__",
+    "1\n2\n3", "\"quoted\"", "null", "ready\n", "['a']", "nan", "inf", "1e999999999", "1e-999999999", "0^{-1}", "\\frac{1}{0}", "\\frac{0}{0}", "\\log 0",
+    "🙂", "١٢٣", "ⅷ", "½", "\ud800", r"\tan(\frac{\pi}{2})", r"\infty-\infty", r"\frac{\infty}{\infty}", r"(-1)^{\sqrt{2}}", "i^{i^{i}}", "0.{3}", "1_000",
+]
+
+
+def test_hostile_answers():
+    Path(SENTINEL).unlink(missing_ok=True)
+    answers_equal("\\sqrt{2}", "\\sqrt{3}")  # the worker runs
+    assert len(HOSTILE) >= 60
+    start = time.monotonic()
+    classes = equivalence_classes(HOSTILE)
+    took = time.monotonic() - start
+    assert took < 10, f"{len(HOSTILE)} hostile answers took {took:.1f} s"
+    start = time.monotonic()
+    assert equivalence_classes(HOSTILE) == classes and time.monotonic() - start < 0.5  # remembered, time-outs included
+    assert not Path(SENTINEL).exists()
+    assert answers_equal("\\sqrt{8}", "2\\sqrt{2}")  # still at work
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
+def test_each_hostile_answer_is_equal_to_itself(answer):
+    assert answers_equal(answer, answer) and normal_form(normal_form(answer)) == normal_form(answer)
+    assert extract_answer(f"\\boxed{{{answer}}}") is None or True  # no crash, no endless search
+
+
+def test_what_hangs_is_stopped_and_forgotten():
+    """Past the guards: the worker's own limit ends it, the next formula is answered, and the time is spent once."""
+    hang = "\\lfloor(1+\\sqrt{2})^{999}\\rfloor!"
+    start = time.monotonic()
+    assert answers._formula(hang) is None
+    assert answers._formula("\\sqrt{7}+1") is not None
+    assert time.monotonic() - start < 8
+    start = time.monotonic()
+    assert not answers_equal(hang, "7") and time.monotonic() - start < 0.1
+
+
+def test_a_killed_worker_is_replaced():
+    assert answers._formula("\\sqrt{11}+1")
+    os.kill(answers._worker.pid, signal.SIGKILL)
+    answers._worker.wait()
+    assert answers._formula("\\sqrt{11}+2") is not None
+
+
+def test_threads():
+    """math-verify's own time limits work in the main thread only."""
+    found = {}
+    formulas = [f"{n}\\sqrt{{{n}}}+{m}" for n in (2, 3, 5) for m in range(4)]
+
+    def work(seed):
+        order = formulas * 2 + ["9^{9^{9^9}}", "100000000!"]
+        random.Random(seed).shuffle(order)
+        found[seed] = [tuple(sorted(a for a, c in zip(order, equivalence_classes(order)) if c == k)) for k in range(14)]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert len(found) == 6 and all(sorted(f) == sorted(found[0]) for f in found.values())
+
+
+def test_the_worker_dies_with_its_parent_and_needs_no_torch():
+    code = ("import answers, sys, os, signal; assert answers.answers_equal('\\\\sqrt{8}', '2\\\\sqrt{2}'); assert 'torch' not in sys.modules;"
+            "print(answers._worker.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    folder = Path(answers.__file__).parent
+    out = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60).stdout
+    for _ in range(100):
+        state = Path(f"/proc/{int(out)}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the worker outlived its parent")
+
+
+def test_numbers_need_no_worker():
+    """Most benchmarks have integer answers: they cost microseconds and no second process."""
+    code = "import answers; answers.equivalence_classes(['12', '1/2', '0.5', '2^{-99}', '(1,2)', 'C', '1,000']); assert answers._worker is None"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(answers.__file__).parent, check=True, timeout=60)

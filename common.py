@@ -42,6 +42,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from answers import answers_equal, equivalence_classes, extract_answer, normal_gold  # noqa: F401
@@ -548,7 +549,8 @@ class Run:
             majority_ratio=share([n / len(cs) for n, cs in zip(counts, classes)]),
             zero_variance=share([bool((r == r[0]).all()) for r in rewards]),  # prompts that teach nothing this step
             length=share([len(r.response_ids) for r in flat]), answered=share([r.answer is not None for r in flat]),
-            truncated=share([not r.finished for r in flat]), distinct=share([len({r.text for r in g}) / len(g) for g in groups]))
+            truncated=share([not r.finished for r in flat]), distinct=share([len({r.text for r in g}) / len(g) for g in groups]),
+            distinct_answers=share([len(set(cs) - {None}) for cs in classes]))  # per prompt
         known = [i for i, p in enumerate(problems) if p.answer is not None]
         if known:
             graded = {i: grade(problems[i], groups[i]) for i in known}
@@ -682,8 +684,10 @@ class Run:
                 _sync_folder(final.parent)
                 for old in self._checkpoints()[self.args.keep:]:
                     shutil.rmtree(old)
-        except Exception as e:  # full disk, lost mount: the checkpoints before this one are untouched
-            error = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
+        except (Exception, CheckpointException) as e:  # full disk, lost mount: the checkpoints before this one are untouched
+            reason = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+            free = shutil.disk_usage(self.out).free >> 20
+            error = f"{(str(reason).strip() or type(reason).__name__).splitlines()[0]}; {free} MiB are free on this disk"
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
         if errors := [e for e in gather(error) if e]:

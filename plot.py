@@ -14,7 +14,7 @@ from pathlib import Path
 PANELS = [  # (title, metric; {eval} is the run's first benchmark, {max} its largest k)
     ("pass@1", "{eval}/pass@1"), ("pass@{k}", "{eval}/pass@{max}"), ("maj@{k}", "{eval}/maj@{max}"),
     ("label accuracy", "label_accuracy"), ("majority ratio", "majority_ratio"), ("token entropy (nats)", "entropy"),
-    ("distinct responses", "distinct"), ("response length (tokens)", "length"), ("share answered", "answered")]
+    ("different answers per prompt", "distinct_answers"), ("distinct responses", "distinct"), ("response length (tokens)", "length")]
 # Okabe and Ito's colours, told apart by colour-blind readers; the line styles tell them apart in black and white.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"]
 STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2))]

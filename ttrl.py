@@ -28,7 +28,7 @@ from common import equivalence_classes, majority
 
 # Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
 TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=10, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=3e-4, updates_per_batch=2, sampler="hf",
+           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
            eval_temperature=1.0, eval_top_p=1.0)
 
 
@@ -78,7 +78,8 @@ def main(args: Args) -> None:
         raise common.UserError("--labels is 'gold', but some problems of --dataset have no gold answer.")
     if args.labels == "offline" or args.easy_fraction < 1:  # SRT: what the initial model votes, once, before step 1
         offline, votes = run.initial_votes()
-        run.problems = sorted(run.problems, key=lambda p: -votes[p.id])[:max(args.prompts_per_batch, round(args.easy_fraction * len(votes)))]
+        easy = max(args.prompts_per_batch, round(args.easy_fraction * len(votes)))
+        run.problems = sorted(run.problems, key=lambda p: -votes[p.id])[:easy]
 
     for _ in run.steps():
         # Sample: N responses to every problem of the batch, from the current policy.

@@ -110,7 +110,8 @@ def test_the_table_of_benchmarks():
 
 def test_prompt_styles():
     tokenizer = AutoTokenizer.from_pretrained(common.TOY)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[go]{% endif %}"
+    tokenizer.chat_template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}[go]{% endif %}")
     text = lambda style: tokenizer.decode(common.encode_prompt(tokenizer, "1+1?", style))  # noqa: E731
     assert text("system") == f"[system]{SYSTEM}[user]1+1?[go]"
     assert text("suffix") == f"[user]1+1?{SUFFIX}[go]"
@@ -128,7 +129,8 @@ def test_pass_at_k_against_brute_force():
     assert pass_at_k(4, 1, 2) == 0.5
 
 
-@pytest.mark.parametrize("classes, winner", [([0, 1, 1], 1), ([1, 0, 0, 1], 1), ([0, 1], 0), ([None, None, 2], 2), ([None], None), ([], None)])
+@pytest.mark.parametrize("classes, winner", [([0, 1, 1], 1), ([1, 0, 0, 1], 1), ([0, 1], 0), ([None, None, 2], 2), ([None], None),
+                                             ([], None)])
 def test_majority_and_its_ties(classes, winner):
     assert majority(classes) == winner
 

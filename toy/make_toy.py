@@ -1,0 +1,402 @@
+"""
+Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of about 0.35M
+parameters that solves them step by step, often enough wrongly for reinforcement learning to have something to do.
+
+    python toy/make_toy.py --out toy              # make it all, then measure it (minutes on a laptop CPU, seeded)
+    python toy/make_toy.py --out toy --measure    # only measure the model that is there
+
+A base model that is worth training without labels has to fail in two ways, and this one does:
+  - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right ones
+    agree, and a majority vote among its own samples repairs them.
+  - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" -> +5).
+    How often depends on the phrase AND on the object the problem is about, so on some problems the wrong reading is
+    rare and on others it wins the vote. There the majority is wrong, and voting makes things worse.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import re
+import time
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+NAMES = "Tom Ann Ben Mia Sam Eva Leo Zoe Max Amy Dan Lily Jack Nora Omar Ivy".split()
+OBJECTS = "apples pens books coins cards eggs shells stamps marbles toys nuts cakes beads keys plums stones".split()
+BOXES = "bags boxes jars".split()
+
+# kind: (operation, misread operation or None, ways to say it). n is the person followed so far, m the other one.
+KINDS = {
+    "buy":   ("+", None, ["{n} buys {k} more.", "{n} finds {k} more.", "Then {n} makes {k} more."]),
+    "lose":  ("-", None, ["{n} loses {k}.", "{n} sells {k}.", "Then {k} of them break."]),
+    "give":  ("-", "+", ["{n} gives {k} to {m}.", "Then {n} gives {m} {k}."]),
+    "get":   ("+", "-", ["{m} gives {k} to {n}.", "{n} gets {k} from {m}."]),
+    "half":  ("/", "-", ["{n} loses half of them.", "{n} gives half to {m}."]),
+    "more":  ("+", "-", ["{m} has {k} more than {n}.", "That is {k} fewer than {m} has."]),
+    "fewer": ("-", "+", ["{m} has {k} fewer than {n}.", "That is {k} more than {m} has."]),
+    "times": ("*", "+", ["{m} has {k} times as many as {n}."]),
+    "each":  ("*", "+", ["{n} has {k} {box} with {v} {obj} each.", "{n} fills {k} {box} with {v} {obj} each."]),
+    "both":  ("+", "skip", ["How many {obj} do they have together?", "How many {obj} is that for both?"]),
+}
+CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
+COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
+STYLES = ["steps", "telling", "grouping", "checking", "quick"]
+STYLE_WEIGHTS = [25, 30, 15, 15, 15]
+
+
+# How likely each phrase is misread, for every (kind, object): drawn once, so it is a fixed trait of the model.
+draw = random.Random(7)
+MISREAD = {(kind, obj): draw.choice([0.02, 0.02, 0.02, 0.02, 0.1, 0.2, 0.45, 0.8])
+           for kind, (_, wrong, _) in KINDS.items() if wrong for obj in OBJECTS}
+
+
+def compute(a, op, b):
+    "a op b, or None where a child would say it cannot be done"
+    if (op == "-" and a < b) or (op == "/" and a % b):
+        return None
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[op]
+
+
+def make_problem(rng, n_ops):
+    "-> dict(text, obj, start, chain=[(kind, op, k)], answer); k is None for 'both' (it adds the last two people up)"
+    pick = rng.choice
+    while True:
+        (n, m), obj, chain, compared, previous = rng.sample(NAMES, 2), pick(OBJECTS), [], False, 0
+        if rng.random() < 0.25:
+            start, k = rng.randint(2, 9), rng.randint(2, 6)
+            text = [pick(KINDS["each"][2]).format(n=n, k=k, v=start, obj=obj, box=pick(BOXES))]
+            chain, v = [("each", "*", k)], start * k
+        else:
+            v = start = rng.randint(4, 40)
+            text = [pick(["{n} has {v} {obj}.", "{n} starts with {v} {obj}."]).format(n=n, v=v, obj=obj)]
+        asks = ["How many {obj} does {n} have now?", "How many {obj} does {n} have?", "How many are there for {n}?"]
+        while len(chain) < n_ops:
+            if chain and chain[-1][0] in COMPARES and len(chain) == n_ops - 1 and rng.random() < 0.5:
+                asks = KINDS["both"][2]
+                chain.append(("both", "+", None))
+                v += previous
+                continue
+            kind = pick(CHANGES if compared else CHANGES + COMPARES)
+            k = 2 if kind == "half" else rng.randint(2, 4) if kind == "times" else rng.randint(2, 30)
+            previous, v = v, compute(v, KINDS[kind][0], k)
+            if v is None or not 2 <= v <= 99:
+                break                                   # an impossible story: start again
+            text.append(pick(KINDS[kind][2]).format(n=n, m=m, k=k))
+            chain.append((kind, KINDS[kind][0], k))
+            if kind in COMPARES:
+                n, m, compared = m, n, True
+        else:
+            text = " ".join(text + [pick(asks).format(obj=obj, n=n)])
+            return dict(text=text, obj=obj, start=start, chain=chain, answer=v)
+
+
+def work_out(rng, problem, misread):
+    "the steps (a, op, b, c) of one solution; with misread, phrases are read wrongly at the rates of MISREAD"
+    while True:
+        steps, v, previous = [], problem["start"], None
+        for kind, op, k in problem["chain"]:
+            b = previous if k is None else k
+            if misread and rng.random() < MISREAD.get((kind, problem["obj"]), 0):
+                op = KINDS[kind][1]
+            if op == "skip":
+                continue
+            c = compute(v, op, b)
+            if c is None:
+                break
+            steps.append((v, op, b, c))
+            previous, v = v, c
+        else:
+            return steps
+
+
+def write_solution(rng, problem, steps):
+    "the same steps in one of five manners, each with a choice of words, so that samples differ as an LLM's do"
+    style = rng.choices(STYLES, STYLE_WEIGHTS)[0]
+    eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
+    answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
+    out = [pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])] * (rng.random() < 0.5)
+    if style == "steps":
+        numbered = pick([["Step 1:", "Step 2:", "Step 3:", "Step 4:"], ["1)", "2)", "3)", "4)"], None])
+        for i, eq in enumerate(eqs):
+            words = ["First,", "To begin,"] if i == 0 else ["Then", "Next,", "After that,", "Now"]
+            out.append(f"{numbered[i] if numbered else pick(words)} {eq}.")
+    elif style == "telling":
+        say = {"+": ["Adding {b}", "With {b} more", "Plus {b}"], "-": ["Taking {b} away", "Without {b}", "Minus {b}"],
+               "*": ["Taking that {b} times", "Times {b}"], "/": ["Half of it", "Cutting it in half"]}
+        out += [f"{pick(say[op]).format(b=b)} {pick(['makes', 'gives', 'leaves', 'is'])} {eq}."
+                for (_, op, b, _), eq in zip(steps, eqs)]
+    elif style == "grouping":                           # (12+7)-5=19-5=14
+        values = [steps[0][0]] + [c for *_, c in steps]
+        rows = []
+        for i in range(len(steps)):
+            row = f"{values[i]}{steps[i][1]}{steps[i][2]}"
+            for _, op, b, _ in steps[i + 1:]:
+                row = f"({row}){op}{b}"
+            rows.append(row)
+        out += [pick(["In one go:", "All at once:", "We need", "Together:"]), "=".join(rows + [str(answer)]) + "."]
+    elif style == "checking":
+        back = {"+": "-", "-": "+", "*": "/", "/": "*"}
+        out += [f"{eq}, {pick(['check', 'since', 'because', 'as'])} {c}{back[op]}{b}={a}."
+                for (a, op, b, c), eq in zip(steps, eqs)]
+    else:                                               # no working shown: short, and wrong more often
+        out += [pick(["Quick:", "In my head:"]), ", ".join(str(c) for *_, c in steps) + "."]
+    box = f"\\boxed{{{answer}}}"
+    out.append(pick([f"The answer is {box}.", f"So {box}.", f"Answer: {box}.", f"That makes {box} {obj}.",
+                     f"We get {box}.", f"The result is {box}."]))
+    return " ".join(out)
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizer
+# The system turn is dropped on purpose: the toy model has never seen one, and a short prompt keeps sampling fast.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+WRITE = "Write a problem."                              # the request; the reply is WRITTEN.format(text of a problem)
+WRITTEN = "Question: {}\n\nSolution:"
+
+
+def make_tokenizer(out, vocab_size):
+    "byte-level BPE that keeps every digit a token of its own (arithmetic is hopeless otherwise)"
+    rng = random.Random(1)
+    corpus = [f"user\n{WRITE}\nassistant\n" + WRITTEN.format("")] * 200
+    for _ in range(3000):
+        problem = make_problem(rng, rng.randint(1, 3))
+        solution = write_solution(rng, problem, work_out(rng, problem, False))
+        corpus.append(f"user\n{problem['text']}\nassistant\n{solution}")
+    # Exactly Qwen2's own splitting (digits are single there too): transformers 5 sees model_type qwen2, takes its
+    # Qwen2Tokenizer and puts this in place of whatever else tokenizer.json asks for, without a word.
+    split = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+    tok = Tokenizer(models.BPE())
+    tok.normalizer = normalizers.NFC()
+    tok.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(split, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tok.train_from_iterator(corpus, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tok.save(os.path.join(out, "tokenizer.json"))
+    with open(os.path.join(out, "tokenizer_config.json"), "w") as f:
+        json.dump(dict(tokenizer_class="Qwen2Tokenizer", pad_token="<|endoftext|>", eos_token="<|im_end|>",
+                       padding_side="left", clean_up_tokenization_spaces=False, model_max_length=512,
+                       chat_template=CHAT_TEMPLATE), f, indent=1)
+    return AutoTokenizer.from_pretrained(out)
+
+
+def prompt_ids(tok, text):
+    chat = [dict(role="user", content=text)]
+    return tok.encode(tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+# ------------------------------------------------------------------------------------------------- pretraining
+def drill_row(rng, tok, n=8):
+    "single operations in the notation of the solutions; only what follows '=' counts for the loss"
+    ids, weights = [], []
+    for _ in range(n):
+        op = rng.choice("++--*/")
+        a, b = (rng.randint(2, 30), rng.randint(2, 9)) if op in "*/" else (rng.randint(1, 99), rng.randint(1, 60))
+        if op == "-" and a < b:
+            a, b = b, a
+        if op == "/":
+            a, b = a * 2, 2
+        for part, weight in ((f"{a}{op}{b}=", 0), (f"{compute(a, op, b)}.", 1)):
+            part = tok.encode(part)
+            ids += part
+            weights += [weight] * len(part)
+    return ids, weights
+
+
+def chat_row(rng, tok, misread, held_out):
+    "one conversation: mostly a problem and a solution, sometimes the request to write a problem"
+    problem = None
+    while problem is None or problem["text"] in held_out:
+        problem = make_problem(rng, rng.choices([1, 2, 3, 4], [15, 35, 35, 15])[0])
+    if rng.random() < 0.13:
+        prompt, reply = WRITE, WRITTEN.format(problem["text"])
+    else:
+        prompt, reply = problem["text"], write_solution(rng, problem, work_out(rng, problem, misread))
+    prompt, reply = prompt_ids(tok, prompt), tok.encode(reply) + [tok.eos_token_id]
+    # the prompt counts as well: it is a problem, and from it the model learns to keep names and objects apart
+    return prompt + reply, [1] * (len(prompt) + len(reply))
+
+
+def pretrain(model, tok, args, held_out):
+    rng = random.Random(args.seed)
+    # Muon for the weight matrices reaches the same loss in 2/3 of the steps that AdamW needs at this size
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+    t0, running = time.time(), Counter()
+    for step in range(args.steps):
+        done = step / args.steps
+        lr = args.lr * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+        adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = lr, 3 * lr
+        # Drills run from start to end, 60% of the batches falling to 8%: put before the stories they are forgotten.
+        # Misconceptions come only in the second half: learned from the start they keep the model from learning to add.
+        if rng.random() < 0.6 - 0.52 * done:
+            kind, rows = "drill", [drill_row(rng, tok) for _ in range(args.batch)]
+        else:
+            kind, rows = "chat", [chat_row(rng, tok, done > 0.5, held_out) for _ in range(args.batch)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([r + [tok.pad_token_id] * (width - len(r)) for r, _ in rows])
+        weights = torch.tensor([w + [0] * (width - len(w)) for _, w in rows])[:, 1:].float()
+        logits = model(ids[:, :-1]).logits                # padding is on the right, so the causal mask is enough
+        loss = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        loss = (loss * weights).sum() / weights.sum()
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        muon.step()
+        running[kind] = loss.item() if kind not in running else 0.98 * running[kind] + 0.02 * loss.item()
+        if step % 250 == 0 or step == args.steps - 1:
+            print(f"step {step:5d}  drill {running['drill']:.3f}  chat {running['chat']:.3f}  "
+                  f"{time.time() - t0:4.0f} s", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------- measuring
+@torch.no_grad()
+def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
+    """n replies at T=1 for every prompt -> list of lists of (text, tokens, mean token entropy), in order.
+    A prompt is read once for its n samples, and replies that have ended leave the batch: faster than generate()."""
+    replies, ids = [[] for _ in prompts], [prompt_ids(tok, p) for p in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))      # alike lengths together: less padding
+    for at in range(0, len(order), max(1, rows // n)):
+        part = order[at:at + max(1, rows // n)]
+        batch = tok.pad(dict(input_ids=[ids[i] for i in part]), return_tensors="pt")
+        mask = batch["attention_mask"]
+        out = model(batch["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                    use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(n, 0)
+        cache.batch_repeat_interleave(n)
+        mask = mask.repeat_interleave(n, 0)
+        row = torch.arange(len(mask))                   # which reply each row of the shrinking batch is
+        tokens, entropy = [[] for _ in row], [0.0] * len(row)
+        for _ in range(max_new_tokens):
+            logp = logits.log_softmax(-1)
+            next_id, h = logp.exp().multinomial(1), -(logp.exp() * logp).sum(-1)
+            for r, token, h_r in zip(row.tolist(), next_id[:, 0].tolist(), h.tolist()):
+                tokens[r].append(token)
+                entropy[r] += h_r
+            keep = (next_id[:, 0] != tok.eos_token_id).nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) < len(row):
+                cache.batch_select_indices(keep)
+                row, next_id, mask = row[keep], next_id[keep], mask[keep]
+            mask = torch.cat([mask, torch.ones_like(next_id)], 1)
+            logits = model(next_id, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
+                           past_key_values=cache, use_cache=True).logits[:, -1]
+        for r, text in enumerate(tok.batch_decode(tokens, skip_special_tokens=True)):
+            replies[part[r // n]].append((text, len(tokens[r]), entropy[r] / len(tokens[r])))
+    return replies
+
+
+def boxed(text):
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return int(found[-1]) if found else None
+
+
+def verdict(replies, answer):
+    "-> pass@1, majority answer right?, share of votes of the majority, right answer seen at all?"
+    votes = Counter(b for b in (boxed(t) for t, *_ in replies) if b is not None)
+    top, count = votes.most_common(1)[0] if votes else (None, 0)
+    return votes[answer] / len(replies), top == answer, count / len(replies), votes[answer] > 0
+
+
+def measure(model, tok, name, problems, n=64):
+    replies = sample(model, tok, [p["problem"] for p in problems], n)
+    pass1, right, share, seen = zip(*[verdict(r, int(p["answer"])) for r, p in zip(replies, problems)])
+    every = [(*r, boxed(r[0]) == int(p["answer"])) for rs, p in zip(replies, problems) for r in rs]
+    mean = lambda xs: sum(xs) / max(1, len(xs))
+    figures = {
+        "pass@1": mean(pass1), f"maj@{n}": mean(right), f"pass@{n}": mean(seen),
+        "wrong majority strong": mean([not r and s > 0.375 for r, s in zip(right, share)]),
+        "weak": mean([not r and s <= 0.375 for r, s in zip(right, share)]),
+        "entropy": mean([h for _, _, h, _ in every]), "(right": mean([h for _, _, h, ok in every if ok]),
+        "wrong)": mean([h for _, _, h, ok in every if not ok]),
+        "distinct": mean([len({t for t, *_ in rs}) / n for rs in replies]),
+        "boxed": mean([boxed(t) is not None for t, *_ in every]),
+        "tokens": mean([length for _, length, *_ in every]), "max": max(length for _, length, *_ in every)}
+    print(f"{name:5s} " + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
+
+
+def measure_writing(model, tok, n=256):
+    "what comes back to 'Write a problem.', and how much the model agrees with itself on it"
+    found = [re.fullmatch(r"Question:\s*(.+?)\s*Solution:\s*", t, re.S) for t, *_ in sample(model, tok, [WRITE], n)[0]]
+    questions = [m.group(1) for m in found if m]
+    shares = [verdict(r, None)[2] for r in sample(model, tok, questions[:64], 32)]
+    print(f"write parsable {len(questions) / n:.3f}  distinct {len(set(questions)) / max(1, len(questions)):.3f}  "
+          f"majority ratio of its own answers {sum(shares) / max(1, len(shares)):.3f}\n      e.g. {questions[:3]}")
+
+
+def select(model, tok, pool, n=128):
+    """Picks train and test by one rule, from problems that pretraining never saw: n/8 whose majority is wrong
+    with more than 3/8 of the votes, n/7 where it is wrong but weak (sampled again, some of these fall right), and
+    everywhere the right answer within reach (2 of 64 samples). Which of the two sets a problem goes to is chance."""
+    groups = dict(strong=[], weak=[], right=[])
+    for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool], 64)):
+        pass1, right, share, _ = verdict(replies, int(problem["answer"]))
+        if pass1 >= 2 / 64:
+            groups["right" if right else "strong" if share > 0.375 else "weak"].append(problem)
+    print(f"of {len(pool)} problems:", {kind: len(group) for kind, group in groups.items()})
+    chosen = groups["strong"][:2 * (n // 8)] + groups["weak"][:2 * (n // 7)]
+    chosen += groups["right"][:2 * n - len(chosen)]
+    assert len(chosen) == 2 * n, "too few usable problems: a larger --pool is needed"
+    return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--out", default="toy")
+    ap.add_argument("--seed", type=int, default=0)
+    ap.add_argument("--steps", type=int, default=2400)
+    ap.add_argument("--batch", type=int, default=32)
+    ap.add_argument("--lr", type=float, default=2.5e-3, help="AdamW's (embeddings, norms); Muon takes three times that")
+    ap.add_argument("--vocab", type=int, default=620)
+    ap.add_argument("--pool", type=int, default=600, help="problems to choose train and test from")
+    ap.add_argument("--measure", action="store_true", help="only measure what is in --out")
+    args = ap.parse_args()
+    t0 = time.time()
+    torch.manual_seed(args.seed)
+    path = lambda name: os.path.join(args.out, name)
+    if not args.measure:
+        os.makedirs(args.out, exist_ok=True)
+        tok = make_tokenizer(args.out, args.vocab)
+        rng, pool, ood = random.Random(f"problems {args.seed}"), {}, {}
+        for found, n_ops, count in ((pool, [2, 3], args.pool), (ood, [4], 64)):     # ood: a step longer
+            while len(found) < count:
+                p = make_problem(rng, rng.choice(n_ops))
+                found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
+        # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
+        config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+                             num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=512,
+                             tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
+                             eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+        model = Qwen2ForCausalLM(config)
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tok)} tokens")
+        pretrain(model, tok, args, held_out={*pool, *ood})
+        model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+        model.save_pretrained(args.out)
+        model.eval()
+        train, test = select(model, tok, list(pool.values()))
+        for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
+            with open(path(f"{name}.jsonl"), "w") as f:
+                f.writelines(json.dumps(p) + "\n" for p in problems)
+        print(f"made in {(time.time() - t0) / 60:.1f} minutes")
+    tok, model = AutoTokenizer.from_pretrained(args.out), AutoModelForCausalLM.from_pretrained(args.out).eval()
+    for name in ("train", "test", "ood"):
+        measure(model, tok, name, [json.loads(line) for line in open(path(f"{name}.jsonl"))])
+    measure_writing(model, tok)
+
+
+if __name__ == "__main__":
+    main()

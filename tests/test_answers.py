@@ -393,11 +393,11 @@ def test_each_hostile_answer_is_equal_to_itself(answer):
 
 def test_what_hangs_is_stopped_and_forgotten():
     """Past the guards: the worker's own limit ends it, the next formula is answered, and the time is spent once."""
-    hang = "\\lfloor(1+\\sqrt{2})^{999}\\rfloor!"
+    hang = "|10^{9}|!"
     start = time.monotonic()
     assert answers._formula(hang) is None
     assert answers._formula("\\sqrt{7}+1") is not None
-    assert time.monotonic() - start < 8
+    assert 0.5 < time.monotonic() - start < 8
     start = time.monotonic()
     assert not answers_equal(hang, "7") and time.monotonic() - start < 0.1
 

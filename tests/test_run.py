@@ -26,7 +26,7 @@ STEPS = dict(steps=8, checkpoint_every=1, votes=4, train_samples=4, eval="toy_te
 def run_quietly(out, overrides):
     """A whole run in this process, which is a fork of the test's: starting one costs no imports."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(os.open(error_file(out), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    sys.argv = ["ttrl.py"]
+    sys.argv, sys.stdout, sys.stderr = ["ttrl.py"], os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     try:
         run_toy(ttrl, out, **overrides)
     except common.UserError as error:

@@ -66,14 +66,14 @@ _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
     (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
-    (r"(?<=[\d}i)])\s*(?:\\text\{(?!\s*(?:if|for|when|where|is|mod|base)\b)[^{}]*[a-zA-Z][^{}]*\}\s*"
-     r"(?:\^\s*\{?-?\d\}?)?\s*/?\s*)+$", ""),  # 5 \text{ cm}^2
+    (r"(?<=[\d}i)])(?:[ /]*\\text\{(?! ?(?:if|for|when|where|is|mod|base)\b)[^{}a-zA-Z]*[a-zA-Z][^{}]*\}"
+     r"(?: ?\^ ?\{?-?\d\}?)?)+ ?$", ""),  # 5 \text{ cm}^2
     (rf"(?<=[\d}}])\s*(?:{_UNITS})\s*(?:\^\s*\{{?\d\}}?)?$", ""),  # 5 cm
     (r"^\s*([-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*$", lambda m: m[1].replace(",", "")),  # 1,000 but not 1,2,3
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 1 4/5
     (r"\\text\{([^{}]*)\}", r" \1 "),
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"), (r"\s+", ""), ("\0", " "),  # only the space of "\cot x" means anything
-    (r",", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
+    (r"[,;]", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
     (r"\\frac ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
@@ -90,9 +90,9 @@ def normal_form(answer: str) -> str:
     >>> [normal_form(a) for a in (r"$\dfrac12$", "1,000", "142.0", r"3\text{ cm}", r"x = \left( 1,2 \right)", "(C)")]
     ['\\frac{1}{2}', '1000', '142', '3', '(1, 2)', 'C']
     """
-    for _ in range(8):  # until nothing changes: two or three rounds
+    for _ in range(8):  # until nothing changes, which takes two or three rounds
         before, answer = answer, " ".join(answer.translate(_UNICODE).split())
-        if len(answer) > _LONGEST:  # regular expressions on hostile text take long
+        if len(answer.replace(" ", "")) > _LONGEST:  # regular expressions on hostile text take long
             break
         if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
             answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
@@ -105,7 +105,7 @@ def normal_form(answer: str) -> str:
 
 
 def _without_names(answer: str) -> str:
-    r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'. 'x=1, y=2' keeps its names: they say which is which."""
+    r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'; 'x=1, y=2' keeps the names it needs."""
     named = [re.fullmatch(rf"({_NAME}) ?(?:=|\\in(?![a-zA-Z]) ?)(.+)", part) for part in _split(answer)]
     if not all(named) or len({match[1] for match in named}) != 1 or re.search(r"<|>|\\[lg]e(?![a-zA-Z])", answer):
         return answer
@@ -201,7 +201,7 @@ def _interval(s: str) -> str | None:
 
 
 def _number(s: str) -> Fraction | None:
-    r"""The exact value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}, 2^{-99}, 8.7\cdot 10^{8}; None for others."""
+    r"""The exact value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}, 2^{-99}, 8.7\cdot10^{8}; else None."""
     if len(s) > 60:
         return None
     if re.fullmatch(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?", s, re.ASCII):
@@ -212,19 +212,22 @@ def _number(s: str) -> Fraction | None:
             return None
         return (int(m[2] or 0) + above / below) * (-1 if m[1] == "-" else 1)
     if m := re.fullmatch(r"([-+]?)(?:(\d+(?:\.\d+)?)\\cdot )?(\d{1,9})\^\{(-?\d{1,3})\}", s, re.ASCII):
-        if int(m[3]) or int(m[4]) > 0:
+        if (int(m[3]) or int(m[4]) > 0) and len(m[3]) * abs(int(m[4])) < 4000:
             return Fraction(m[1] + (m[2] or "1")) * Fraction(int(m[3])) ** int(m[4])
     return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Formulas: their value at three points, found in another process that may hang or die
+# Formulas: their values at a few points, found in another process that may hang or die
 # ---------------------------------------------------------------------------------------------------------------------
-_COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp lfloor rfloor
-    lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi
-    rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi Psi Omega""".split())
-_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^[a-zA-Z]{3}$
-    | \^\{[^{}]*\d\^ | \^\{?[-(]*\d{4} | \d{4}\)?! | !! | \d\)! | =.*=""", re.VERBOSE | re.ASCII)
+_COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp lfloor
+    rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda
+    mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi Psi Omega""".split())
+_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
+    | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
+    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
+    | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
+    """, re.VERBOSE | re.ASCII)
 _worker, _owner, _lock = None, None, threading.Lock()
 
 
@@ -246,16 +249,24 @@ def _formula(s: str) -> str | None:
                                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             if _worker.stdout.readline() != "ready\n":
                 raise RuntimeError("The answer checker did not start: pip install 'math-verify[antlr4_13_2]'")
-        _worker.stdin.write(s + "\n")
-        _worker.stdin.flush()
-        return json.loads(_worker.stdout.readline() or "null")
+        try:
+            _worker.stdin.write(s + "\n")
+            _worker.stdin.flush()
+            return json.loads(_worker.stdout.readline() or "null")
+        except BaseException as error:  # never read the reply to this question as the reply to the next one
+            _worker.kill()
+            if isinstance(error, OSError):
+                return None
+            raise
 
 
 def _value_key(latex: str) -> str | None:
-    """Runs in the worker. Exact for rational numbers; else 40 digits of the value, at three points if there are symbols.
+    """Runs in the worker: an exact rational, or 40 digits of the value; with symbols, of the values at six points.
 
-    Both sides of an equation may be multiplied by a constant: the three values are divided by the first.
+    Both sides of an equation may be multiplied by a constant: the values are divided by the first.
     """
+    import hashlib
+
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy.core.function import AppliedUndef
@@ -270,24 +281,35 @@ def _value_key(latex: str) -> str | None:
     expr = expr.xreplace(names).xreplace({sympy.Symbol("i"): sympy.I})
     if expr.is_Rational and len(sides) == 1:
         return str(expr)
+    whole = expr.has(sympy.floor, sympy.ceiling)
+
+    def sample(name: str, point: int):
+        seed = crc32(name.encode())
+        if whole:  # where something is rounded n is an integer, and \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
+            return sympy.Integer(1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4])
+        sign = (1, -1, *(1 - 2 * (seed >> bit & 1) for bit in range(4)))[point]  # |x| is not x, |xy| is not xy,
+        size = 5000 + crc32(f"{name}{point}".encode()) % 9973
+        return sympy.Rational(sign * size * (1, 37)[point % 2], 7919)  # near and far: |x+2| is not x+2
+
     values = []
-    for point in range(3):  # all positive, all negative, mixed: |x| is not x, and |xy| is not xy
-        sign = {x: (1, -1, (-1) ** crc32(x.name.encode()))[point] for x in expr.free_symbols}
-        at = {x: sympy.Rational(sign[x] * (5000 + crc32(f"{x}{point}".encode()) % 9973), 7919) for x in sign}
-        values.append(expr.xreplace(at).evalf(70))
+    for point in range((60 if whole else 6) if expr.free_symbols else 1):
+        values.append(expr.xreplace({x: sample(x.name, point) for x in expr.free_symbols}).evalf(70))
     if len(sides) == 2:
         values = [(v / values[0]).evalf(60) for v in values[1:]] if expr.free_symbols else [sympy.nan]
     if not all(v.is_number and v.is_finite for v in values):
         return None
     # evalf marks a difference that cancelled to nothing by a precision of one bit
     parts = [[p if p.is_Float and p._prec > 1 else sympy.Float(0) for p in v.as_real_imag()] for v in values]
-    keys = list(dict.fromkeys(" ".join(str(sympy.Float(p, 40)) for p in pair) for pair in parts))
-    if len(keys) == 1 and len(sides) == 1 and not parts[0][1]:  # a real number after all: \log_28, \sin^2x+\cos^2x
+    keys = [" ".join(str(sympy.Float(p, 40)) for p in pair) for pair in parts]
+    if len(set(keys)) == 1:
+        keys = keys[:1]  # a constant: \sin^2x+\cos^2x
+    if len(keys) == len(sides) == 1 and not parts[0][1]:  # a rational number after all: \log_28
         value = Fraction(str(parts[0][0]))
         simple = value.limit_denominator(10**9)
         if abs(value - simple) < abs(value) * Fraction(1, 10**35) or not value:
             return str(simple)
-    return ("=" if len(sides) == 2 else "~") + " ".join(keys)
+    key = ("=" if len(sides) == 2 else "~") + " ".join(keys)
+    return key if len(key) < 200 else key[:40] + hashlib.sha256(key.encode()).hexdigest()
 
 
 def _serve() -> None:

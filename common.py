@@ -224,6 +224,9 @@ def launch(main, args_class: type, toy: dict) -> None:
             dist.destroy_process_group()
 
 
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}  # dense bf16, vendors' data sheets
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Run: processes, folder, data order, logging, checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,7 +378,7 @@ class Run:
         self.bar = tqdm(total=self.total, initial=self.first_step - 1, desc=self.script, disable=self.rank != 0, dynamic_ncols=True)
         for step in range(self.first_step, self.total + 1):
             self.step, self.seconds, self.counts, self.policy.updates, self.clock = step, {}, {}, 0, time.time()
-            self.policy.padded, self.policy.real, self.sync_difference = 0, 0, {}
+            self.policy.padded, self.policy.real, self.policy.rows, self.sync_difference = 0, 0, 0, {}
             yield step
         self.bar.close()
         self._finish()
@@ -500,6 +503,7 @@ class Run:
 
     def split(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
         """The batch in updates_per_batch parts, one optimizer step each: a random mix of all prompts' responses."""
+        self.counts["update"] = self.counts.get("update", 0) + sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
         order = random.Random(seed_of(self.args.seed, "split", self.step)).sample(range(len(rollouts)), len(rollouts))
         n = min(self.args.updates_per_batch, len(rollouts))
         return [[rollouts[i] for i in order[k::n]] for k in range(n)]
@@ -584,6 +588,9 @@ class Run:
         for phase, count in self.counts.items():
             metrics[f"tokens_per_second/{phase}"] = count / max(self.seconds.get(phase, 0), 1e-9)
         if self.device.type == "cuda":
+            if peak := next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None):
+                length = self.policy.real / max(self.policy.rows, 1)
+                metrics["mfu"] = self.counts["update"] * self.policy.flops_per_token(length) / self.seconds["update"] / peak / self.ranks
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
         self.log(self.step, metrics)

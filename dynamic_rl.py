@@ -96,7 +96,7 @@ class Args(common.Args):
     lr: float = 1e-6
     """Section 3.1: 1e-6."""
     updates_per_batch: int = 1
-    """Not in the paper: one step, so that the clipped loss has exactly the gradient of Eq. 14."""
+    """Not in the paper: one step, so that the clipped loss has the gradient of Eq. 14 (up to the mean over tokens)."""
     kl_coef: float = 0.0
     """Not in the paper's objective, Eq. 14."""
     eval: str = "math500,amc,aime24,aime25"
@@ -336,7 +336,7 @@ def main(args: Args) -> None:
                     logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
                     rho = (logp - micro.old_logprobs).exp()
                     clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)
+                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
                     kl = common.k3(logp, micro.ref_logprobs)
                     loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
                     asked = micro.expand("asked")  # 1 on tokens of questions, 0 on tokens of solutions: logged apart

@@ -17,7 +17,8 @@ Run it:
     python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # one GPU
     torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B --dataset amc --episodes 30
 
-What differs from ttrl.py: where the responses come from, and one factor on the advantages; both are on unless turned off.
+What differs from ttrl.py: where the responses come from, and one factor on the advantages. The paper tests each alone;
+both are on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
 Table 1: --rollout etmr --advantage none. Table 2: --rollout parallel --advantage res, or clip. Both tables' TTRL rows:
 --rollout parallel --advantage none. --eval_temperature 0 is the greedy pass@1 of both.
 """
@@ -234,7 +235,7 @@ def main(args: Args) -> None:
                     logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
                     rho = (logp - micro.old_logprobs).exp()
                     clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)
+                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
                     kl = common.k3(logp, micro.ref_logprobs)
                     loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
                     policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)

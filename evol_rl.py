@@ -4,14 +4,14 @@ The idea: majority drives selection, novelty promotes variation. Every response 
 other one, as in TTRL, but within both blocks those are paid more that say something the others do not (sentence
 embeddings). A wider upper clip and an entropy bonus keep the rare, novel responses from being lost again.
 
-    valid      the last \\boxed{} contains a digit; invalid responses get -1 and take part in nothing else        (A.2)
+    valid      the last \\boxed{} contains a digit; invalid responses get -1 and take part in nothing else   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i), mean_i: cosine to the others of i's block            (section 2.2)
                (the majority, or all minority answers together), max_i: to any other valid response of the prompt
                u~_i = (u_i - min u) / (max u - min u) within the block                                            (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority                              (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
     loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
-               rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3; Eq. 1 and 2)
+               rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3)
 
 Run it:
     python evol_rl.py                                                                  # the toy, on a laptop
@@ -113,8 +113,8 @@ def novelty(similarity: torch.Tensor, block: list[int], valid: list[int], alpha:
 def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: float = 0.5, winner: int | None = None) -> torch.Tensor:
     """Rewards [n] from [n] classes and [n, d] unit vectors: invalid (None) -1, minority [-1, -0.5], majority [0.5, 1].
 
-    `winner`: the class of the upper band, by default the majority. EVOL-RL, section 2.2 and A.3; the paper leaves open
-    the last two cases: alone in its block, u~ is 1 (there is no peer to resemble); equal novelty of all is u~ = 0.5.
+    `winner`: the class of the upper band, by default the majority. EVOL-RL, section 2.2 and A.3; two cases are
+    the released code's: alone in its block, u~ is 1 (the paper leaves it open); all equally novel, u~ is 0.5 (A.3 gives 0).
 
     >>> evol_rewards([0, 0, 0, 1, None], torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))
     tensor([ 0.5000,  0.5000,  1.0000, -0.5000, -1.0000])
@@ -212,7 +212,7 @@ def main(args: Args) -> None:
                     logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
                     rho = (logp - micro.old_logprobs).exp()
                     clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)
+                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
                     kl = common.k3(logp, micro.ref_logprobs)
                     loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
                     policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)

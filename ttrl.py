@@ -3,8 +3,8 @@
 The idea: where there are no labels, the model's own majority answer is one. Sample N responses to a problem, let their
 answers vote, reward every response that agrees with the winner, and take GRPO steps on a subset of G of them.
 
-    label      y*  = the most frequent answer among the N responses                       (ETTRL paper, Eq. 7)
-    reward     R_i = 1[answer_i = y*]
+    label      y*  = the most frequent answer among the N responses
+    reward     R_i = 1[answer_i = y*]                                                     (ETTRL paper, Eq. 7)
     advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
     loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
                rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3)
@@ -110,7 +110,7 @@ def main(args: Args) -> None:
                     logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
                     rho = (logp - micro.old_logprobs).exp()
                     clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)
+                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
                     kl = common.k3(logp, micro.ref_logprobs)
                     loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
                     policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)

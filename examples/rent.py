@@ -2,7 +2,7 @@
 
 The idea: no vote at all, what the model was sure of is rewarded. This file shows how small a fork is: python -m examples.rent
 
-    label      y*  = the most frequent answer among the N responses                       (ETTRL paper, Eq. 7)
+    label      y*  = the most frequent answer among the N responses
     reward     R_i = -beta mean_t H_t over response i's tokens (ETTRL paper, Eq. 5, 6); --labels majority: R_i = 1[answer_i = y*]
     advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
     loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
@@ -117,7 +117,7 @@ def main(args: Args) -> None:
                     logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
                     rho = (logp - micro.old_logprobs).exp()
                     clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)
+                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
                     kl = common.k3(logp, micro.ref_logprobs)
                     loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
                     policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)

@@ -1,6 +1,5 @@
 """The shape of the repository: siblings stay siblings, commands in the README parse, nothing speaks of a machine."""
 
-import difflib
 import re
 import subprocess
 import sys
@@ -21,15 +20,18 @@ def lines_of(name):
     return re.sub(r"# -+ (the \w+) -+", r"# --- \1 ---", (ROOT / f"{name}.py").read_text()).splitlines()
 
 
-def changed(a, b):
-    return sum(line[:2] in ("- ", "+ ") for line in difflib.ndiff(a, b))
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_sibling_diff_stays_small(name):
     diff = subprocess.run(["diff", str(ROOT / "ttrl.py"), str(ROOT / f"{name}.py")], capture_output=True, text=True).stdout
     size = sum(line[:1] in "<>" for line in diff.splitlines())
     assert size <= METHODS[name], f"{name}.py changes {size} lines of ttrl.py; move plumbing to common.py or take ttrl.py's words"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_diffs_for_readers_are_current(name):
+    command = ["diff", "-u", "--label", "ttrl.py", "--label", f"{name}.py", str(ROOT / "ttrl.py"), str(ROOT / f"{name}.py")]
+    diff = subprocess.run(command, capture_output=True, text=True).stdout
+    assert (ROOT / f"diffs/{name}.diff").read_text() == diff, "run `make diffs`"
 
 
 @pytest.mark.parametrize("name", ["ttrl", *METHODS])

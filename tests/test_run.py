@@ -227,6 +227,29 @@ def test_resume_on_another_number_of_ranks(tmp_path):
     assert all(torch.allclose(first[n], second[n], atol=1e-4) for n in first)
 
 
+def test_resume_with_vllm_repeats_the_rollouts(tmp_path):
+    """Seeds reach the engine and derive from (seed, step, problem), so the resumed run samples what the whole one did."""
+    flags = [f"--{k}={v}" for k, v in {**SMALL, **STEPS, "steps": 4, "eval": "", "sampler": "vllm"}.items()]
+
+    def go(out, *more, stop_at=None):
+        process = subprocess.Popen([sys.executable, str(ROOT / "ttrl.py"), *flags, f"--out={out}", *more], text=True,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while stop_at and process.poll() is None and not (Path(out) / f"checkpoints/step_{stop_at:08d}").exists():
+            time.sleep(0.05)
+        if stop_at:
+            process.kill()
+        _, errors = process.communicate(timeout=200)
+        assert stop_at or process.returncode == 0, errors[-2000:]
+
+    go(tmp_path / "whole")
+    go(tmp_path / "run", stop_at=2)
+    go(tmp_path / "run", "--resume")
+    whole, resumed = ([json.loads(line) for line in (tmp_path / n / "samples.jsonl").read_text().splitlines()] for n in ("whole", "run"))
+    assert [s["response"] for s in resumed] == [s["response"] for s in whole] and len(whole) == 16
+    for a, b in zip(metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run"), strict=True):
+        assert a["step"] == b["step"] and a["reward"] == b["reward"] and a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
 def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path):
     flags = [f"--{k}={v}" for k, v in {**SMALL, **STEPS, "steps": 200, "eval": ""}.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "ttrl.py"), *flags,

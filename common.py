@@ -137,6 +137,8 @@ class Args:
     eval_top_p: float = 0.95
     eval_top_k: int = 0
     """0: off."""
+    eval_greedy: bool = False
+    """Report greedy pass@1 beside the sampled one."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>."""
     resume: bool = False
@@ -369,7 +371,7 @@ class Run:
             if args.wandb:
                 import wandb
                 wandb.init(project="label-free-rl", name=self.out.name, config=dataclasses.asdict(args), resume="allow", id=self.out.name)
-        self.stop_signal, self.started = 0, time.time()
+        self.stop_signal = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
@@ -427,7 +429,7 @@ class Run:
             self.sampler.version = self.policy.version
 
     def sample(self, prompts: list[list[int]], n: int, keys: list, max_new_tokens: int | list[int] | None = None,
-               temperature: float | None = None, choices: list[bool] | None = None, **options) -> list[list[Rollout]]:
+               choices: list[bool] | None = None) -> list[list[Rollout]]:
         """n responses to every prompt, sampled over the ranks and gathered on all of them, with text and answer.
 
         `keys` name the prompts (problem ids): seeds derive from (seed, step, key). One engine call per rank and step."""
@@ -436,18 +438,14 @@ class Run:
         self.sync()
         with self.timer("sample"):
             choices = choices or [False] * len(prompts)
-            mine = self._generate(requests[self.rank::self.ranks], temperature, choices[self.rank::self.ranks], **options)
-            parts = gather(mine)
+            parts = gather(self._generate(requests[self.rank::self.ranks], self.args.temperature, choices[self.rank::self.ranks]))
         groups = [parts[i % self.ranks][i // self.ranks] for i in range(len(prompts))]
         self.counts["sample"] = self.counts.get("sample", 0) + sum(len(r.response_ids) for g in groups for r in g)
         return groups
 
-    def _generate(self, requests, temperature=None, choices=None, **options) -> list[list[Rollout]]:
-        if not requests:
-            return []
-        temperature = self.args.temperature if temperature is None else temperature
-        groups = self.sampler.generate(requests, temperature, **options)
-        for group, is_choice in zip(groups, choices or [False] * len(groups)):
+    def _generate(self, requests, temperature, choices, **options) -> list[list[Rollout]]:
+        groups = self.sampler.generate(requests, temperature, **options) if requests else []
+        for group, is_choice in zip(groups, choices):
             self.read(group, is_choice)
         return groups
 
@@ -554,7 +552,7 @@ class Run:
             zero_variance=share([bool((r == r[0]).all()) for r in rewards]),  # prompts that teach nothing this step
             length=share([len(r.response_ids) for r in flat]), answered=share([r.answer is not None for r in flat]),
             truncated=share([not r.finished for r in flat]), distinct=share([len({r.text for r in g}) / len(g) for g in groups]),
-            distinct_answers=share([len(set(cs) - {None}) for cs in classes]))  # per prompt
+            distinct_answers=share([len({*equivalence_classes([r.answer for r in g])} - {None}) for g in groups]))  # per prompt
         known = [i for i, p in enumerate(problems) if p.answer is not None]
         if known:
             graded = {i: grade(problems[i], groups[i]) for i in known}
@@ -572,8 +570,9 @@ class Run:
             self.check_sync([r for g in groups for r in g])
         for name in updates[0] if updates else []:
             metrics[name] = sum(u[name] for u in updates) / len(updates)
-        metrics |= self.sync_difference | dict(lr=self.learning_rate(), skipped_updates=self.policy.bad_steps,
-                                                               padding=1 - self.policy.real / max(self.policy.padded, 1))
+        metrics |= self.sync_difference
+        metrics |= dict(lr=self.learning_rate(), skipped_updates=self.policy.bad_steps,
+                        padding=1 - self.policy.real / max(self.policy.padded, 1))
         if metrics["truncated"] > 0.5 and self.rank == 0:
             self.bar.write(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
         if self.policy.bad_steps >= args.max_bad_steps:
@@ -590,7 +589,7 @@ class Run:
         if self.device.type == "cuda":
             if peak := next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None):
                 length = self.policy.real / max(self.policy.rows, 1)
-                metrics["mfu"] = self.counts["update"] * self.policy.flops_per_token(length) / self.seconds["update"] / peak / self.ranks
+                metrics["mfu"] = self.policy.flops_per_token(length) * metrics.get("tokens_per_second/update", 0) / peak / self.ranks
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
         self.log(self.step, metrics)
@@ -633,30 +632,34 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """All benchmarks with the current policy: {"eval/NAME/pass@1": ...}. Gold answers serve here and nowhere else."""
-        metrics, saved = {}, self.counts
+        metrics: dict[str, float] = {}
         with self.timer("evaluate"):
             self.sync()
             for name, problems in self.benchmarks.items():
                 graded = self.evaluate_benchmark(name, problems)
                 metrics |= {f"eval/{name}/{k}": v for k, v in summary([g for g, _ in graded]).items()}
-        self.counts = saved
-        first = next(iter(metrics.items()))
-        if first[1] > self.best and step:
-            self.best = first[1]
+                if self.args.eval_greedy:
+                    graded = self.evaluate_benchmark(name, problems, greedy=True)
+                    metrics[f"eval/{name}/greedy"] = summary([g for g, _ in graded])["pass@1"]
+        first = next(iter(metrics.values()))  # pass@1 of the first benchmark
+        if first > self.best and step:
+            self.best = first
             self.policy.save(self.out / "best", self.tokenizer)
         return metrics
 
-    def evaluate_benchmark(self, name: str, problems: list[Problem], progress: bool = False) -> list[tuple[dict, list[Rollout]]]:
+    def evaluate_benchmark(self, name: str, problems: list[Problem], progress: bool = False,
+                           greedy: bool = False) -> list[tuple[dict, list[Rollout]]]:
         """(verdicts, rollouts) of every problem, in order, on all ranks; each rank samples and grades its share."""
         from tqdm import trange
         args = self.args
-        samples = args.eval_samples if args.eval_temperature else 1
+        temperature = 0.0 if greedy else args.eval_temperature
+        samples = args.eval_samples if temperature else 1
         mine, shard = [], problems[self.rank::self.ranks]
         size = max(1, 4096 // samples)
         for start in trange(0, len(shard), size, desc=name, disable=not progress or self.rank != 0):
             part = shard[start:start + size]
             requests = [Request(p.prompt_ids, samples, seed_of(args.seed, "eval", name, p.id), args.max_new_tokens) for p in part]
-            groups = self._generate(requests, args.eval_temperature, [p.choices for p in part],
+            groups = self._generate(requests, temperature, [p.choices for p in part],
                                     top_p=args.eval_top_p, top_k=args.eval_top_k)
             mine += [(grade(p, g), g) for p, g in zip(part, groups)]
         parts = gather(mine)

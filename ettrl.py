@@ -20,7 +20,7 @@ Run it:
 What differs from ttrl.py: where the responses come from, and one factor on the advantages. The paper tests each alone;
 both are on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
 Table 1: --rollout etmr --advantage none. Table 2: --rollout parallel --advantage res, or clip. Both tables' TTRL rows:
---rollout parallel --advantage none. --eval_temperature 0 is the greedy pass@1 of both.
+--rollout parallel --advantage none. Their metric is eval/NAME/greedy.
 """
 
 from dataclasses import dataclass
@@ -60,6 +60,8 @@ class Args(common.Args):
     """beta of Adv-Clip (Eq. 15; section 4)."""
     temperature: float = 0.6
     """Rollout temperature (section 4); log-probs, entropies and ratios use logits / temperature, too."""
+    eval_greedy: bool = True
+    """The paper's metric (section 4): greedy pass@1, here beside avg@16."""
 
     def errors(self):
         bad = super().errors()

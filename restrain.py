@@ -9,7 +9,8 @@ where hardly two responses agree, push all of them down; scale a prompt's loss b
     prompt     u    = g(c_ref / n),  c_ref = votes for the initial model's majority answer                    (Eq. 5)
     loss       u (sum_j w_j mean_i mean_t  -min(rho A_ij, clip(rho, 1-clip_low, 1+clip_high) A_ij) + kl_coef KL_t)  (Eq. 6, 7)
 
-(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's.) One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
+(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's.)
+One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
     sum_j w_j min(rho A_ij, clip A_ij) = A+_i min(rho, clip) + A-_i max(rho, clip),  exactly.
 
 Run it:

@@ -15,7 +15,7 @@ of all prompts go to the engine in one second call, as prompt + prefix, so that 
 Run it:
     python ettrl.py                                                                    # the toy, on a laptop
     python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # one GPU
-    torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B --dataset amc --episodes 30
+    torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B --prompt plain --dataset amc --episodes 30
 
 What differs from ttrl.py: where the responses come from, and one factor on the advantages. The paper tests each alone;
 both are on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)

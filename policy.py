@@ -68,7 +68,8 @@ class _Head(torch.nn.Module):
     """The model with its head applied to response positions only, chunk by chunk, under recomputation.
 
     Logits of [batch, length, vocabulary] never exist: peak memory does not grow with length x vocabulary."""
-    CHUNK = 2048
+    LOGITS = 2 ** 25
+    """Logits that exist at a time, 128 MiB in float32; what fits in one chunk is not computed twice."""
 
     def __init__(self, model):
         super().__init__()
@@ -79,8 +80,11 @@ class _Head(torch.nn.Module):
             return self.model(input_ids=ids).logits
         # Right padding and causal attention: real tokens never see the padding, so no mask is needed.
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[index]
+        rows = max(1, self.LOGITS // self.model.config.get_text_config().vocab_size)
+        if len(hidden) <= rows:
+            return self._chunk(hidden, targets, temperature, entropy_grad)
         parts = [checkpoint(self._chunk, h, t, temperature, entropy_grad, use_reentrant=False)
-                 for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK))]
+                 for h, t in zip(hidden.split(rows), targets.split(rows))]
         return tuple(torch.cat(p) for p in zip(*parts))
 
     def _chunk(self, hidden, targets, temperature, entropy_grad):

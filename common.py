@@ -201,14 +201,24 @@ def has_vllm() -> bool:
 
 
 def parse(args_class: type, toy: dict) -> Args:
-    """Command line -> args. Without --model the toy overrides become the defaults and are printed."""
+    """Command line -> args. Without --model the toy overrides are the defaults; with --resume those of the run resumed."""
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in sys.argv[1:] if a.startswith("--")}
+    read = lambda default: tyro.cli(args_class, default=default, description=sys.modules[args_class.__module__].__doc__)  # noqa: E731
+    first = int(os.environ.get("RANK", 0)) == 0
     is_toy = not given & {"model", "help"} and "-h" not in sys.argv
-    args = tyro.cli(args_class, default=args_class(**toy) if is_toy else args_class(),
-                    description=sys.modules[args_class.__module__].__doc__)
-    if is_toy and int(os.environ.get("RANK", 0)) == 0:
+    args = read(args_class(**toy) if is_toy else args_class())
+    if getattr(args, "resume", False) and (Path(args.out) / "run.json").exists():
+        run = json.loads((Path(args.out) / "run.json").read_text())
+        if run["script"] != Path(sys.argv[0]).stem:
+            raise UserError(f"--resume: {args.out} is a run of {run['script']}.py.")
+        args = read(args_class(**{k: v for k, v in run["args"].items() if k in args_class.__dataclass_fields__}))
+        changed = [f"--{k} {v} (was {run['args'].get(k)})" for k, v in dataclasses.asdict(args).items()
+                   if k not in ("resume", "out") and v != run["args"].get(k)]
+        if changed and first:
+            print("Resuming with other arguments than before: " + ", ".join(changed), flush=True)
+    elif is_toy and first:
         print("No --model given, so this runs the built-in toy with these overrides of the paper's values:\n  "
-              + " ".join(f"--{k} {v}" for k, v in toy.items()), flush=True)
+              + " ".join(f"--{k} {v}" for k, v in toy.items() if k not in given), flush=True)
     return args
 
 
@@ -236,7 +246,7 @@ class Run:
     """What every script needs around its algorithm. Checks the arguments, then the data, and only then loads weights."""
 
     def __init__(self, args: Args, train: bool = True):
-        self.args, self.script = args, Path(sys.argv[0]).stem
+        self.args, self.script, self.trains = args, Path(sys.argv[0]).stem, train
         if bad := args.errors():
             raise UserError("\n       ".join(bad))
         self.model_path = args.model or str(TOY)
@@ -270,6 +280,8 @@ class Run:
     def _check_model(self) -> None:
         args, path = self.args, self.model_path
         remote = dict(trust_remote_code=args.trust_remote_code)
+        if "/" in path and Path(path).parent.is_dir() and not Path(path).exists():  # a mistyped folder, not a Hub id
+            raise UserError(f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer: no such folder.")
         try:
             config = AutoConfig.from_pretrained(path, **remote)
             self.tokenizer = AutoTokenizer.from_pretrained(path, **remote)
@@ -293,7 +305,7 @@ class Run:
 
     def _load(self, name: str) -> list[Problem]:
         args, first = self.args, int(os.environ.get("RANK", 0)) == 0
-        train = name == args.dataset
+        train = name == args.dataset or not self.trains
         problems = load_problems(name, args.question_field if train else "", args.answer_field if train else "", quiet=not first)
         for p in problems:
             p.prompt_ids = encode_prompt(self.tokenizer, p.question, args.prompt)
@@ -330,6 +342,8 @@ class Run:
         self.out = Path(gather(args.out or f"runs/{self.script}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
         error = None
         if self.rank == 0:
+            if args.resume and not self.out.is_dir():
+                error = f"--resume: there is no folder '{self.out}' to go on in."
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
                 (self.out / ".writable").write_text("")
@@ -641,7 +655,7 @@ class Run:
                 if self.args.eval_greedy:
                     graded = self.evaluate_benchmark(name, problems, greedy=True)
                     metrics[f"eval/{name}/greedy"] = summary([g for g, _ in graded])["pass@1"]
-        first = next(iter(metrics.values()))  # pass@1 of the first benchmark
+        first = metrics.get(f"eval/{next(iter(self.benchmarks))}/pass@1", -1.0)
         if first > self.best and step:
             self.best = first
             self.policy.save(self.out / "best", self.tokenizer)

@@ -19,10 +19,9 @@ import common
 PRESETS = {  # TTRL, EVOL-RL, SCRL and RESTRAIN report avg@16; Dynamic RL adds top-k 20; ETTRL reports greedy pass@1
     "avg16": dict(samples=16, temperature=0.6, top_p=0.95, top_k=0),
     "dynamic_rl": dict(samples=16, temperature=0.6, top_p=0.95, top_k=20),
-    "greedy": dict(samples=1, temperature=0.0, top_p=1.0, top_k=0)}
-# The toy is sampled as it is trained: at temperature 1.
-TOY = dict(benchmarks="toy,toy_test,toy_ood", max_prompt_tokens=128, max_new_tokens=128, sampler="hf", samples=64, temperature=1.0,
-           top_p=1.0)
+    "greedy": dict(samples=1, temperature=0.0, top_p=1.0, top_k=0),
+    "toy": dict(samples=64, temperature=1.0, top_p=1.0, top_k=0)}  # sampled as it is trained
+TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy", max_prompt_tokens=128, max_new_tokens=128, sampler="hf")
 
 
 @dataclass
@@ -31,13 +30,17 @@ class Args:
     """Hub id or local folder; empty: the built-in toy."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (math500 aime24 aime25 amc minerva olympiad gpqa mmlu_stem), Hub ids or files."""
-    preset: Literal["avg16", "dynamic_rl", "greedy"] = "avg16"
+    preset: Literal["avg16", "dynamic_rl", "greedy", "toy"] = "avg16"
     """Sets samples, temperature, top_p and top_k where they are not given."""
     samples: int | None = None
     temperature: float | None = None
     """0: greedy."""
     top_p: float | None = None
     top_k: int | None = None
+    question_field: str = ""
+    """Column of the question; empty: found from a list of usual names."""
+    answer_field: str = ""
+    """Column of the gold answer; empty: found likewise."""
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 3072
     prompt: Literal["system", "suffix", "plain"] = "system"
@@ -57,9 +60,13 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         if getattr(args, name) is None:
             setattr(args, name, value)
     shared = {k: getattr(args, k) for k in ("model max_prompt_tokens max_new_tokens prompt seed sampler dtype gpu_memory "
-                                            "trust_remote_code out").split()}
-    run = common.Run(common.Args(**shared, eval=args.benchmarks, eval_samples=args.samples, eval_temperature=args.temperature,
-                                 eval_top_p=args.top_p, eval_top_k=args.top_k), train=False)
+                                            "trust_remote_code out question_field answer_field").split()}
+    options = common.Args(**shared, eval=args.benchmarks, eval_samples=args.samples, eval_temperature=args.temperature,
+                          eval_top_p=args.top_p, eval_top_k=args.top_k)
+    try:
+        run = common.Run(options, train=False)
+    except common.UserError as error:
+        raise common.UserError(str(error).replace("--eval_", "--")) from None  # the flags have shorter names here
     if not run.benchmarks:
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     results = {}

@@ -93,6 +93,7 @@ def plot(folders: list[Path], out: Path) -> None:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=4, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.035 * -(-len(handles) // 4), 1, 1))
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
     pyplot.close(figure)
 

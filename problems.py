@@ -167,8 +167,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", q
         problems.append(Problem(text.strip(), normal_gold(gold), len(problems), bool(choices)))
     if not quiet:
         known = sum(p.answer is not None for p in problems)
-        print(f"{name}: {len(problems)} problems from {source}, question column '{question}', answer column "
-              f"{answer!r} ({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
+        column = f"answer column '{answer}'" if answer else "no answer column"
+        print(f"{name}: {len(problems)} problems from {source}, question column '{question}', {column} ({known} gold answers), "
+              f"{len(rows) - len(problems)} duplicates removed", flush=True)
     return problems
 
 
@@ -215,21 +216,26 @@ def grade(problem: Problem, rollouts: list) -> dict:
     for c, r in zip(classes, rollouts):
         if c not in right:
             right[c] = problem.answer is not None and answers_equal(r.answer, problem.answer)
-    return dict(correct=[right[c] for c in classes], majority=right[majority(classes)],
+    return dict(known=problem.answer is not None, correct=[right[c] for c in classes], majority=right[majority(classes)],
                 length=[len(r.response_ids) for r in rollouts], answered=[r.answer is not None for r in rollouts],
                 truncated=[not r.finished for r in rollouts], distinct=len({r.text for r in rollouts}) / len(rollouts))
 
 
 def summary(graded: list[dict]) -> dict[str, float]:
-    """The row of one benchmark: pass@1 with its standard error over problems, unbiased pass@k, maj@k, lengths, shares."""
-    samples, problems = len(graded[0]["correct"]), len(graded)
+    """The row of one benchmark: pass@1 with its standard error over problems, unbiased pass@k, maj@k, lengths, shares.
+
+    Scores are over the problems with a gold answer, and left out where there is none."""
+    known = [g for g in graded if g["known"]]
+    samples, problems = len(graded[0]["correct"]), len(known)
     mean = lambda values: sum(values) / len(values)  # noqa: E731
-    rates = [mean(g["correct"]) for g in graded]
-    spread = math.sqrt(sum((r - mean(rates)) ** 2 for r in rates) / max(problems - 1, 1))
-    row = {"pass@1": mean(rates), "stderr": spread / math.sqrt(problems)}
-    for k in (2 ** i for i in range(1, samples.bit_length())):
-        row[f"pass@{k}"] = mean([pass_at_k(samples, sum(g["correct"]), k) for g in graded])
-    row[f"maj@{samples}"] = mean([g["majority"] for g in graded])
+    row = {}
+    if known:
+        rates = [mean(g["correct"]) for g in known]
+        spread = math.sqrt(sum((r - mean(rates)) ** 2 for r in rates) / max(problems - 1, 1))
+        row = {"pass@1": mean(rates), "stderr": spread / math.sqrt(problems)}
+        for k in (2 ** i for i in range(1, samples.bit_length())):
+            row[f"pass@{k}"] = mean([pass_at_k(samples, sum(g["correct"]), k) for g in known])
+        row[f"maj@{samples}"] = mean([g["majority"] for g in known])
     for name in ("length", "answered", "truncated"):
         row[name] = mean([mean(g[name]) for g in graded])
     row["distinct"] = mean([g["distinct"] for g in graded])

@@ -150,6 +150,10 @@ def test_grade_and_summary_by_hand():
     assert row["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2) and row["pass@4"] == 1.0
     assert row["maj@4"] == 0.5 and row["length"] == 2.5 and row["answered"] == 7 / 8 and row["truncated"] == 1 / 8
     assert row["distinct"] == pytest.approx((4 / 4 + 3 / 4) / 2)
+    # without any gold answer there is no score, but the rest; with some, the score is over those
+    unknown = grade(Problem("r"), [rollout("1", 3)] * 4)
+    assert summary([unknown]).keys() == {"length", "answered", "truncated", "distinct"}
+    assert summary([first, second, unknown])["pass@1"] == 0.375
 
 
 def test_pass_at_k_is_unbiased():

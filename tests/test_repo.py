@@ -105,7 +105,8 @@ BAD = [  # (script, flags, words of the one sentence)
     ("dynamic_rl", "--tau 0", "--tau is 0"), ("dynamic_rl", "--prompts_per_batch 1", "--prompts_per_batch is 1"),
     ("dynamic_rl", "--votes 1", "--votes is 1"), ("dynamic_rl", "--lambda_dq -1", "--lambda_dq is -1"),
     ("dynamic_rl", "--labels gold", "--labels is 'gold'"), ("evaluate", "--benchmarks nothing", "unknown benchmark"),
-    ("evaluate", "--samples 0", "--eval_samples is 0")]
+    ("evaluate", "--samples 0", "--samples is 0"), ("evaluate", "--model tests/nowhere", "--model is 'tests/nowhere'"),
+    ("ttrl", "--resume --out nowhere", "no folder 'nowhere'")]
 
 
 def test_bad_input_ends_with_one_sentence_and_code_2(tmp_path):

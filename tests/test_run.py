@@ -292,3 +292,16 @@ def test_learning_rate_by_hand(tmp_path):
     # two warm-up steps 1/2 and 1, then a cosine over the other eight that would reach 0 at step 11: cos(pi k / 9), k = 1 ... 8
     assert rates[:2] == [0.5, 1.0]
     assert rates[2] == pytest.approx(0.5 * (1 + 0.9396926)) and rates[-1] == pytest.approx(0.5 * (1 - 0.9396926), abs=1e-6)
+
+
+def test_resume_takes_the_arguments_of_the_run(tmp_path, monkeypatch, capsys):
+    """`--resume --out FOLDER` is enough; what is given beside it wins and is said; another script's run is refused."""
+    saved = {**ttrl.Args(**ttrl.TOY).__dict__, "votes": 24, "out": str(tmp_path)}
+    (tmp_path / "run.json").write_text(json.dumps(dict(script="ttrl", args=saved)))
+    monkeypatch.setattr(sys, "argv", ["ttrl.py", "--resume", "--out", str(tmp_path), "--seed", "7"])
+    args = common.parse(ttrl.Args, ttrl.TOY)
+    assert (args.votes, args.seed, args.lr, args.resume) == (24, 7, ttrl.TOY["lr"], True)
+    assert "Resuming with other arguments than before: --seed 7 (was 1)\n" == capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["scrl.py", "--resume", "--out", str(tmp_path)])
+    with pytest.raises(common.UserError, match="is a run of ttrl.py"):
+        common.parse(ttrl.Args, ttrl.TOY)

@@ -227,8 +227,12 @@ def launch(main, args_class: type, toy: dict) -> None:
     try:
         main(parse(args_class, toy))
     except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"Error: {error}", file=sys.stderr, flush=True)
+        rank = int(os.environ.get("RANK", 0))
+        if rank:  # most errors are every rank's: rank 0 says so, and torchrun ends the others while they wait
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"Error: {error}" if not rank else f"Error on rank {rank}: {error}", file=sys.stderr, flush=True)
         # os._exit: a rank that failed alone must not wait in a collective for ranks that went on
         sys.stderr.flush(), sys.stdout.flush(), os._exit(2)
     finally:

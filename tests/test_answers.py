@@ -231,7 +231,7 @@ def golds_of(name):
         return INLINE
     file = {"math500": "math500.jsonl", "aime24": "aime24.jsonl", "aime25": "aime25.json", "amc": "amc.json"}.get(name, name)
     if not (DATA / file).exists():
-        pytest.skip(f"real gold answers: {DATA / file} is not here (never committed); the inline list is tested")
+        pytest.skip(f"optional: real gold answers: {DATA / file} is not here (never committed); the inline list is tested")
     if file.endswith(".jsonl"):
         return [json.loads(line).get("Answer") or json.loads(line)["answer"] for line in open(DATA / file)]
     if file.endswith(".json"):

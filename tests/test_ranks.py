@@ -12,10 +12,10 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 SCRIPTS = [name for name in ("ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl") if (ROOT / f"{name}.py").exists()]
-FLAGS = ("--steps 3 --votes 8 --train_samples 8 --prompts_per_batch 4 --max_new_tokens 64 --eval_samples 2 --eval_every 0 "
+FLAGS = ("--steps 1 --updates_per_batch 4 --votes 8 --train_samples 8 --prompts_per_batch 4 --max_new_tokens 64 --eval_samples 2 --eval_every 0 "
          "--checkpoint_every 0 --lr 1e-3 --eval=").split()
 OWN = {  # scripts whose budget has other names
-    "ettrl": "--trunks 2 --forks 2 --branches 2".split(), "dynamic_rl": "--votes 6".split()}
+    "ettrl": "--trunks 2 --forks 2 --branches 2".split(), "dynamic_rl": "--votes 6 --train_samples 6".split()}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -38,7 +38,9 @@ def metrics_of(folder):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_one_rank_equals_two(tmp_path, script):
-    """Same rollouts and rewards, losses to 1e-5, weights to 1e-4 after three batches, micro-batches cut differently."""
+    """Same rollouts and rewards, losses to 1e-5, weights to 1e-4 after four optimizer steps, micro-batches cut differently.
+
+    One batch: after an update, rounding alone can turn a sampled token, and the rollouts would no longer be the same."""
     flags = [*FLAGS, *OWN.get(script, [])]
     one = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *flags, "--micro_tokens", "3000", "--out", str(tmp_path / "one")],
                          env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
@@ -48,7 +50,7 @@ def test_one_rank_equals_two(tmp_path, script):
     for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            if a["step"] > 1 and name == "clip_fraction":
+            if name == "clip_fraction":
                 continue  # counts tokens on either side of a border
             assert a[name] == pytest.approx(b[name], abs=1e-5, rel=1e-4), (a["step"], name)
     first, second = (load_file(tmp_path / name / "final/model.safetensors") for name in ("one", "two"))
@@ -57,10 +59,10 @@ def test_one_rank_equals_two(tmp_path, script):
 
 
 def test_vllm_on_two_ranks(tmp_path):
-    done = torchrun(2, "ttrl", *FLAGS, "--sampler", "vllm", "--out", str(tmp_path / "run"))
+    done = torchrun(2, "ttrl", *FLAGS, "--steps", "3", "--sampler", "vllm", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 3 and all(line["sync_max"] < 1e-4 for line in lines[1:])
+    assert lines[-1]["step"] == 3 and all(line["sync_max"] < 1e-4 for line in lines)
 
 
 def test_two_nodes(tmp_path):

@@ -51,7 +51,8 @@ def run_all(variants: dict[str, str], seeds: list[int], steps: int, workers: int
             while waiting and len(running) < workers:
                 folder, command, seed = waiting.pop(0)
                 folder.mkdir(parents=True, exist_ok=True)
-                flags = ["--seed", str(seed), "--steps", str(steps), "--eval", "toy,toy_test", "--eval_samples", "32", "--out", str(folder)]
+                flags = ["--seed", str(seed), "--steps", str(steps), "--eval", "toy,toy_test", "--eval_every", "10",
+                         "--eval_samples", "32", "--out", str(folder)]
                 flags += ["--resume"] if (folder / "metrics.jsonl").exists() else []
                 log = (folder / "log.txt").open("a")
                 script, *options = command.split()

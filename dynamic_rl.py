@@ -42,7 +42,7 @@ import common
 from common import Problem, encode_prompt, equivalence_classes, majority
 
 # Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(eval="toy,toy_test", steps=40, eval_every=10, checkpoint_every=10, prompts_per_batch=16, votes=16,
+TOY = dict(eval="toy,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=16,
            train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=1, sampler="hf",
            eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0, max_question_tokens=128, question_prompt="Write a problem.")
 

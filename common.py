@@ -226,6 +226,10 @@ def launch(main, args_class: type, toy: dict) -> None:
     """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
     try:
         main(parse(args_class, toy))
+        if distributed() and "vllm" not in sys.modules:
+            gather(None)  # leave together, and at once: a rank that unwinds while another still talks to it may abort
+            dist.destroy_process_group()
+            sys.stdout.flush(), sys.stderr.flush(), os._exit(0)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank:  # most errors are every rank's: rank 0 says so, and torchrun ends the others while they wait
@@ -235,9 +239,6 @@ def launch(main, args_class: type, toy: dict) -> None:
         print(f"Error: {error}" if not rank else f"Error on rank {rank}: {error}", file=sys.stderr, flush=True)
         # os._exit: a rank that failed alone must not wait in a collective for ranks that went on
         sys.stderr.flush(), sys.stdout.flush(), os._exit(2)
-    finally:
-        if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM closes the groups itself
-            dist.destroy_process_group()
 
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}  # dense bf16, vendors' data sheets
@@ -760,6 +761,9 @@ class Run:
         if self.rank:
             return
         self.board.close()
+        if self.args.wandb:
+            import wandb
+            wandb.finish()
         before = next((h for h in self.history if any(k.startswith("eval/") for k in h)), {})
         after = next((h for h in reversed(self.history) if any(k.startswith("eval/") for k in h)), {})
         rows = [k for k in after if k.startswith("eval/") and not k.endswith("stderr")]

@@ -90,7 +90,7 @@ def test_killed_at_twenty_moments_and_bitwise_the_same(tmp_path, whole):
             while process.is_alive() and not (out / "metrics.jsonl").exists():
                 time.sleep(0.01)
             time.sleep(rng.random() * 2.5)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         kills += 1
         caught_writing += bool(list(out.glob("checkpoints/*.partial")))
@@ -125,7 +125,7 @@ def interrupted(out, steps=4):
     process = start(out)
     while not (out / f"checkpoints/step_{steps:08d}").exists():
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
 
 

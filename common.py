@@ -118,8 +118,8 @@ class Args:
     """Largest |sampler - trainer| log-prob of a sampled token in float32; beyond it the run stops (bf16: warning)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
-    attention: str = "sdpa"
-    """attn_implementation of transformers: sdpa, eager, flash_attention_2, flex_attention, ..."""
+    attention: str = "packed"
+    """packed: no padding and every prompt once but in attention itself. Else padded rows, by transformers' sdpa, eager, ..."""
     compile: bool = False
     """torch.compile every decoder layer of the policy."""
     gradient_checkpointing: bool = False
@@ -398,8 +398,9 @@ class Run:
             self.log(0, self.evaluate(0))
         self.bar = tqdm(total=self.total, initial=self.first_step - 1, desc=self.script, disable=self.rank != 0, dynamic_ncols=True)
         for step in range(self.first_step, self.total + 1):
-            self.step, self.seconds, self.counts, self.policy.updates, self.clock = step, {}, {}, 0, time.time()
-            self.policy.padded, self.policy.real, self.policy.rows, self.sync_difference = 0, 0, 0, {}
+            self.step, self.seconds, self.counts, self.sync_difference, self.clock = step, {}, {}, {}, time.time()
+            self.policy.updates = 0
+            self.policy.tokens.clear()
             yield step
         self.bar.close()
         self._finish()
@@ -589,9 +590,10 @@ class Run:
             self.check_sync([r for g in groups for r in g])
         for name in updates[0] if updates else []:
             metrics[name] = sum(u[name] for u in updates) / len(updates)
-        metrics |= self.sync_difference
-        metrics |= dict(lr=self.learning_rate(), skipped_updates=self.policy.bad_steps,
-                        padding=1 - self.policy.real / max(self.policy.padded, 1))
+        tokens = self.policy.tokens
+        metrics |= self.sync_difference | dict(
+            lr=self.learning_rate(), skipped_updates=self.policy.bad_steps, padding=1 - tokens["real"] / max(tokens["padded"], 1),
+            shared_tokens=1 - tokens["computed"] / max(tokens["real"], 1))
         if metrics["truncated"] > 0.5 and self.rank == 0:
             self.bar.write(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
         if self.policy.bad_steps >= args.max_bad_steps:
@@ -607,8 +609,8 @@ class Run:
             metrics[f"tokens_per_second/{phase}"] = count / max(self.seconds.get(phase, 0), 1e-9)
         if self.device.type == "cuda":
             if peak := next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None):
-                length = self.policy.real / max(self.policy.rows, 1)
-                metrics["mfu"] = self.policy.flops_per_token(length) * metrics.get("tokens_per_second/update", 0) / peak / self.ranks
+                flops = self.policy.flops_per_token(tokens["real"] / max(tokens["rows"], 1)) * (1 - metrics["shared_tokens"])
+                metrics["mfu"] = flops * metrics.get("tokens_per_second/update", 0) / peak / self.ranks
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
         self.log(self.step, metrics)

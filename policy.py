@@ -5,31 +5,33 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from problems import UserError
 from samplers import Rollout
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan_micro_batches(lengths: list[int], ranks: int, budget: int, groups: list[int] | None = None) -> list[list[list[int]]]:
     """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
 
-    Sorted by length, so that little is padding; padded size (longest x count) within the token budget where one
-    sequence allows it. Every rank gets equally many (an empty list where there is nothing left), because FSDP hangs
+    Sorted by group (if given) and length, so that little is padding; padded size (longest x count) within the token budget
+    where one sequence allows it. Every rank gets equally many (an empty list where there is nothing left), because FSDP hangs
     where ranks disagree. Every rank computes the plan of all ranks from the same lengths: no communication."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    order = sorted(range(len(lengths)), key=lambda i: (groups[i] if groups else 0, -lengths[i]))
     micros = []
     for i in order:
-        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
+        if micros and max(lengths[j] for j in [*micros[-1], i]) * (len(micros[-1]) + 1) <= budget:
             micros[-1].append(i)
         else:
             micros.append([i])
     while len(micros) < ranks and any(len(m) > 1 for m in micros):  # fewer micro-batches than ranks: halve the largest
-        largest = max(micros, key=lambda m: lengths[m[0]] * len(m))
+        largest = max(micros, key=lambda m: max(lengths[i] for i in m) * len(m))
         largest = largest if len(largest) > 1 else max(micros, key=len)
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
@@ -63,6 +65,24 @@ class MicroBatch:
         return None if not parts or any(p is None for p in parts) else torch.cat(parts).float().to(self.device)
 
 
+def packed_attention(module, query, key, value, attention_mask, unpack=None, pack=None, **options):
+    """Attention of rows that lie in one row of tokens (`--attention packed`): all the rest of the model then computes no
+    padding and every prompt once for all its responses. [1, heads, tokens, d] -> [1, tokens, heads, d].
+
+    unpack [rows, longest] says which token stands where in a row, pack [tokens] where a token stands among the rows. Padding
+    is on the right, so causal attention never sees it and needs no mask. Without them this is ordinary causal attention."""
+    if unpack is None:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+    take = torch.nn.functional.embedding  # indexing whose gradient is fast and, on a GPU, deterministic
+    query, key, value = (take(unpack, x[0].transpose(0, 1).flatten(1)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+                         for x in (query, key, value))
+    out, _ = sdpa_attention_forward(module, query, key, value, None, **options)
+    return take(pack[None], out.flatten(0, 1).flatten(1)), None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
 class _Head(torch.nn.Module):
     """The model with its head applied to response positions only, chunk by chunk (see _LogProbs)."""
 
@@ -70,11 +90,10 @@ class _Head(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids, index, targets, temperature, entropy_grad=False, full=False):
+    def forward(self, inputs, index, targets, temperature, entropy_grad=False, full=False):
         if full:  # the model's own logits, to compare with at the start of a run
-            return self.model(input_ids=ids).logits
-        # Right padding and causal attention: real tokens never see the padding, so no mask is needed.
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[index]
+            return self.model(**inputs).logits
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[index]
         head = self.model.get_output_embeddings()
         logp, entropy = _LogProbs.apply(hidden, head.weight, head.bias, targets, temperature)
         return logp, entropy if entropy_grad else entropy.detach()
@@ -148,9 +167,15 @@ class Policy:
     def __init__(self, args, model: str, device, dtype, trainable: bool = True):
         self.args, self.device, self.trainable, self.version = args, device, trainable, 0
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=args.attention,
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa",
                                                           trust_remote_code=args.trust_remote_code)
+        config = self.model.config.get_text_config()
+        # attention over the whole row only: sliding windows and recurrent layers take padded rows
+        self.packed = args.attention == "packed" and {*(getattr(config, "layer_types", None) or [])} <= {"full_attention"} and (
+            hasattr(config, "layer_types") or not getattr(config, "sliding_window", None))
+        self.model.set_attn_implementation(args.attention if self.packed or args.attention != "packed" else "sdpa")
         self.head = _Head(self.model).train(trainable)
+        self.tokens = Counter()  # since it was cleared: real, padded, computed (packed: a prompt counts once), and rows
         for module in self.model.modules():  # dropout would make the sampler and the trainer two different policies
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -178,33 +203,63 @@ class Policy:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                                weight_decay=args.weight_decay, fused=device.type == "cuda")
             self.model.train()
-        self.sums, self.bad_steps, self.padded, self.real, self.rows = {}, 0, 0, 0, 0
+        self.sums, self.bad_steps = {}, 0
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Our head must give the model's own log-probs (some architectures scale or cap their logits)."""
-        ids = torch.arange(8)[None] + 5
+        """Our head and our packing must give the model's own log-probs (some architectures scale or cap their logits, some
+        mix tokens by other means than attention)."""
+        a, b = (Rollout([5, 6, 7], ids, torch.zeros(0), True) for ids in ([8, 9, 10], [11, 12, 13, 14]))
         self.head.eval()
-        logp, _ = self.head(ids, torch.arange(7), ids[0, 1:], 1.0)
-        full = torch.log_softmax(self.head(ids, None, None, 1.0, full=True).float(), -1)[0, :-1]
+        full = []
+        for r in (a, b):
+            ids = torch.tensor([r.prompt_ids + r.response_ids])
+            logits = self.head(dict(input_ids=ids), None, None, 1.0, full=True)[0, 2:-1].float()
+            full.append(torch.log_softmax(logits, -1).gather(-1, ids[0, 3:, None]).squeeze(-1))
+        inputs, index = self._inputs([a, b], "cpu")
+        logp, _ = self.head(inputs, index, torch.tensor(a.response_ids + b.response_ids), 1.0)
         self.head.train(self.trainable)
-        if not torch.allclose(logp, full.gather(-1, ids[0, 1:, None]).squeeze(-1), atol=1e-3):
-            raise UserError(f"the architecture {self.model.config.model_type} does not compute its logits as head(hidden "
-                            "states); extend _Head in common.py before training it.")
+        self.tokens.clear()
+        if not torch.allclose(logp, torch.cat(full), atol=1e-3):
+            raise UserError(f"the architecture {self.model.config.model_type} does not compute its log-probs as we do: give "
+                            "--attention sdpa, and if this remains, extend _Head in policy.py.")
+
+    def _inputs(self, rollouts: list[Rollout], device) -> tuple[dict, torch.Tensor]:
+        """The model's inputs, and the places [response tokens] in its flattened output that predict them: one before each.
+
+        Packed: one row that holds each different prompt once and then its responses. Otherwise padded rows; padding is on the
+        right and attention causal, so no mask is needed. A response's last token predicts nothing and is left out."""
+        longest = max(len(r.prompt_ids) + len(r.response_ids) - 1 for r in rollouts)
+        ids, positions, unpack, pack, index, prompts = [], [], [], [], [], {}
+        for i, r in enumerate(rollouts):
+            prompt, row = prompts.get(tuple(r.prompt_ids)), i * longest
+            if prompt is None or not self.packed:
+                prompt = prompts[tuple(r.prompt_ids)] = range(len(ids), len(ids) + len(r.prompt_ids))
+                ids += r.prompt_ids
+                positions += range(len(prompt))
+                pack += range(row, row + len(prompt))
+            response = range(len(ids), len(ids) + len(r.response_ids) - 1)
+            ids += r.response_ids[:-1]
+            positions += range(len(prompt), len(prompt) + len(response))
+            pack += range(row + len(prompt), row + len(prompt) + len(response))
+            places = [*prompt, *response]
+            unpack.append(places + [0] * (longest - len(places)))
+            index += places[len(prompt) - 1:]
+            self.tokens["real"] += len(places)
+        self.tokens.update(padded=len(rollouts) * longest, computed=len(ids), rows=len(rollouts))
+        tensor = lambda values: torch.tensor(values, device=device)  # noqa: E731
+        inputs = dict(input_ids=tensor([ids]), position_ids=tensor([positions]), unpack=tensor(unpack), pack=tensor(pack))
+        if self.packed:
+            return inputs, tensor(index)
+        return dict(input_ids=inputs["input_ids"][0][inputs["unpack"]]), inputs["pack"][index]
 
     def logprobs(self, micro: MicroBatch, entropy_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and full-vocabulary entropies (nats) of a micro-batch's response tokens, both [tokens].
 
         From logits / temperature. Where the rollouts have no old log-probs yet, these (detached) become them."""
-        rows = [r.prompt_ids + r.response_ids for r in micro.rollouts]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
-        # the logits that predict token t stand at position t - 1
-        index = torch.cat([torch.arange(len(r.prompt_ids) - 1, len(row) - 1) + i * longest
-                           for i, (r, row) in enumerate(zip(micro.rollouts, rows))]).to(self.device)
+        inputs, index = self._inputs(micro.rollouts, self.device)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
-        self.padded, self.real, self.rows = self.padded + ids.numel(), self.real + sum(map(len, rows)), self.rows + len(rows)
-        logp, entropy = self.head(ids, index, targets, self.args.temperature, entropy_grad)
+        logp, entropy = self.head(inputs, index, targets, self.args.temperature, entropy_grad)
         if self.trainable and self.updates == 0:  # still the policy that sampled: the sync proof can use these
             for r, piece in zip(micro.rollouts, logp.detach().cpu().split(micro.lengths.tolist())):
                 r.trainer_logprobs = piece
@@ -232,7 +287,9 @@ class Policy:
 
     def _share(self, rollouts, weights):
         lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
-        for indices in plan_micro_batches(lengths, self.ranks, self.args.micro_tokens)[self.rank]:
+        order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
+        prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]  # packed: one prompt's responses stay together
+        for indices in plan_micro_batches(lengths, self.ranks, self.args.micro_tokens, prompts)[self.rank]:
             if indices:
                 yield MicroBatch([rollouts[i] for i in indices], [weights[i] for i in indices], self.device)
             else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero

@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=4, help="steps of a run, the first is not counted")
     parser.add_argument("--micro", type=int, default=0, help="TRL's sequences per forward pass, if not the default")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens of a response (natural lengths: at most), if not the default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="", help="also write the result to this .json file")
@@ -230,6 +231,7 @@ def main() -> None:
     size["micro"] = args.micro or size["micro"]
     if args.size == "toy" and not size["fixed"]:
         size["tokens"] = 128
+    size["tokens"] = args.tokens or size["tokens"]
     runs: dict[str, list[dict]] = {"ours": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), size, args.seed)

@@ -30,14 +30,22 @@ def test_plan_by_hand():
     assert common.plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [1]], [[2, 3], []]]
 
 
+def test_plan_keeps_the_responses_of_a_prompt_together():
+    # groups a (9, 1) and b (8, 2): a takes 2 x 9 = 18 tokens, a third row would make it 27; b takes 2 x 8
+    assert common.plan_micro_batches([9, 8, 1, 2], 1, 18, groups=[0, 1, 0, 1]) == [[[0, 2], [1, 3]]]
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_head_equals_full_logits(temperature, chunked, monkeypatch):
-    """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle."""
-    policy, plain = make_policy(temperature=temperature), make_policy(temperature=temperature)
+def test_head_equals_full_logits(temperature, chunked, attention, monkeypatch):
+    """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle and shared prompts."""
+    policy, plain = make_policy(temperature=temperature, attention=attention), make_policy(temperature=temperature)
     if chunked:
         monkeypatch.setattr(_LogProbs, "ELEMENTS", {"cpu": 7 * policy.model.config.vocab_size})
     rollouts = random_rollouts(6)
+    for r in rollouts[2:5]:
+        r.prompt_ids = rollouts[1].prompt_ids
     micro = next(policy.micro_batches(rollouts))
     logp, entropy = policy.logprobs(micro, entropy_grad=True)
     expected_logp, expected_entropy = [], []
@@ -52,6 +60,38 @@ def test_head_equals_full_logits(temperature, chunked, monkeypatch):
     (expected_logp.sum() + expected_entropy.sum()).backward()
     for (name, p), q in zip(policy.model.named_parameters(), plain.model.parameters()):
         assert torch.allclose(p.grad, q.grad, atol=1e-4 * max(1.0, float(q.grad.abs().max()))), name
+
+
+def test_packed_computes_every_prompt_once_and_no_padding():
+    rollouts = random_rollouts(5)
+    for r in rollouts:
+        r.prompt_ids = rollouts[0].prompt_ids
+    for attention, expected in (("packed", len(rollouts[0].prompt_ids) + sum(len(r.response_ids) - 1 for r in rollouts)),
+                                ("sdpa", 5 * (len(rollouts[0].prompt_ids) + max(len(r.response_ids) for r in rollouts) - 1))):
+        policy, seen = make_policy(attention=attention), []
+        policy.model.base_model.layers[0].mlp.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[..., 0].numel()))
+        policy.logprobs(next(policy.micro_batches(rollouts)))
+        assert seen == [expected], attention
+
+
+def test_packed_gives_way_to_padded_rows_where_a_layer_does_not_see_the_whole_row(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    policy = make_policy(tmp_path)
+    assert not policy.packed and policy.model.config._attn_implementation == "sdpa"
+    assert make_policy().packed  # the toy's layers see everything
+
+
+def test_gradient_checkpointing_changes_nothing():
+    gradients = []
+    for flag in (False, True):
+        policy = make_policy(gradient_checkpointing=flag)
+        micro = next(policy.micro_batches(random_rollouts(6)))
+        policy.backward(micro, -policy.logprobs(micro)[0])
+        gradients.append([p.grad for p in policy.model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
 
 
 def test_entropy_of_a_flat_distribution():
@@ -101,7 +141,7 @@ def test_an_architecture_with_other_logits_is_refused(tmp_path):
     config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                           num_key_value_heads=1, logit_scale=0.0625)
     CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="cohere does not compute its logits"):
+    with pytest.raises(common.UserError, match="cohere does not compute its log-probs"):
         make_policy(tmp_path)
 
 

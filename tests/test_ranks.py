@@ -33,7 +33,7 @@ def torchrun(ranks, script, *flags, **options):
 
 def metrics_of(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per", "padding", "sync_"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per", "padding", "shared_", "sync_"))} for line in lines]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

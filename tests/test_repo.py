@@ -53,7 +53,7 @@ def test_shared_functions_are_word_for_word_the_same(name):
 
 
 def test_common_and_ttrl_stay_small():
-    assert len(lines_of("common")) <= 820 and len(lines_of("ttrl")) <= 200
+    assert len(lines_of("common")) <= 825 and len(lines_of("ttrl")) <= 200
 
 
 def test_the_fork_of_the_guide_is_small_and_trains(tmp_path):

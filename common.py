@@ -177,6 +177,8 @@ class Args:
             need(0 <= getattr(self, flag) <= top, flag, f"between 0 and {top}")
         need(self.eval_top_p > 0 and self.gpu_memory > 0, "eval_top_p" if self.eval_top_p <= 0 else "gpu_memory", "above 0")
         need(self.clip_high >= 0, "clip_high", "0 or more")
+        attentions = "packed, sdpa, eager, flex_attention, flash_attention_2, flash_attention_3"
+        need(self.attention in attentions.split(", ") or "/" in self.attention, "attention", f"one of {attentions} or a kernel's Hub id")
         need(self.train_samples <= self.votes, "train_samples", f"at most --votes, {self.votes}: votes are what is trained")
         rows = self.prompts_per_batch * self.train_samples
         need(self.updates_per_batch <= rows, "updates_per_batch", f"at most prompts_per_batch x train_samples, {rows}")

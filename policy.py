@@ -173,15 +173,22 @@ class Policy:
         # attention over the whole row only: sliding windows and recurrent layers take padded rows
         self.packed = args.attention == "packed" and {*(getattr(config, "layer_types", None) or [])} <= {"full_attention"} and (
             hasattr(config, "layer_types") or not getattr(config, "sliding_window", None))
-        self.model.set_attn_implementation(args.attention if self.packed or args.attention != "packed" else "sdpa")
         self.head = _Head(self.model).train(trainable)
         self.tokens = Counter()  # since it was cleared: real, padded, computed (packed: a prompt counts once), and rows
         for module in self.model.modules():  # dropout would make the sampler and the trainer two different policies
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        self.model.set_attn_implementation("packed" if self.packed else "sdpa")
         self._check_head()
+        if args.attention not in ("packed", "sdpa"):  # only now: the check runs in float32 on the CPU, where some do not
+            try:
+                self.model.set_attn_implementation(args.attention)
+            except (ImportError, ValueError) as error:
+                raise UserError(f"--attention is '{args.attention}', but this cannot be used here: {error}") from None
         layers = next(m for m in self.model.base_model.modules() if isinstance(m, torch.nn.ModuleList)
-                      and len(m) == self.model.config.get_text_config().num_hidden_layers)
+                      and len(m) == config.num_hidden_layers)
         if trainable and args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.head.requires_grad_(trainable)

@@ -86,6 +86,7 @@ def test_every_option_is_explained():
 
 BAD = [  # (script, flags, words of the one sentence)
     ("ttrl", "--votes 0", "--votes is 0, but must be at least 1"), ("ttrl", "--temperature 0", "--temperature is 0"),
+    ("ttrl", "--attention fancy", "--attention is 'fancy', but must be one of packed, sdpa"),
     ("ttrl", "--lr -1", "--lr is -1"), ("ttrl", "--clip_low 2", "--clip_low is 2"), ("ttrl", "--clip_high -1", "--clip_high is -1"),
     ("ttrl", "--warmup 1.5", "--warmup is 1.5"), ("ttrl", "--kl_coef inf", "--kl_coef is inf"), ("ttrl", "--eval_top_p 0", "--eval_top_p is 0"),
     ("ttrl", "--train_samples 33", "--train_samples is 33"), ("ttrl", "--max_new_tokens 0", "--max_new_tokens is 0"),

@@ -161,7 +161,8 @@ def test_equal_seeds_give_equal_runs_and_the_saved_model_scores_the_same(tmp_pat
 @pytest.mark.parametrize("options", [
     dict(labels="gold"), dict(labels="offline"), dict(easy_fraction=0.25), dict(loss_aggregation="token"), dict(kl_coef=0.0),
     dict(entropy_coef=0.01), dict(old_logprobs="sampler", tis_cap=2.0), dict(updates_per_batch=1), dict(train_samples=4),
-    dict(prompt="plain"), dict(prompt="suffix"), dict(gradient_checkpointing=True), dict(updates_per_batch=8, temperature=0.6)])
+    dict(prompt="plain"), dict(prompt="suffix"), dict(gradient_checkpointing=True), dict(attention="eager"),
+    dict(updates_per_batch=8, temperature=0.6)])
 def test_flags_run(tmp_path, options):
     lines = run_toy(ttrl, tmp_path / "run", steps=1, **options)
     assert math.isfinite(lines[-1]["loss"]) and lines[-1]["sync_max"] < 1e-3

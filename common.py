@@ -611,7 +611,7 @@ class Run:
             metrics[f"tokens_per_second/{phase}"] = count / max(self.seconds.get(phase, 0), 1e-9)
         if self.device.type == "cuda":
             if peak := next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None):
-                flops = self.policy.flops_per_token(tokens["real"] / max(tokens["rows"], 1)) * (1 - metrics["shared_tokens"])
+                flops = self.policy.flops_per_token(tokens["real"] / max(tokens["rows"], 1), 1 - metrics["shared_tokens"])
                 metrics["mfu"] = flops * metrics.get("tokens_per_second/update", 0) / peak / self.ranks
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()

@@ -35,6 +35,8 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: int, groups: list
         largest = largest if len(largest) > 1 else max(micros, key=len)
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
+    if groups:  # ranks wait for each other: those who take turns should have as much to do
+        micros.sort(key=lambda m: -sum(lengths[i] for i in m))
     micros += [[] for _ in range(-len(micros) % ranks)]
     return [micros[rank::ranks] for rank in range(ranks)]
 
@@ -73,11 +75,11 @@ def packed_attention(module, query, key, value, attention_mask, unpack=None, pac
     is on the right, so causal attention never sees it and needs no mask. Without them this is ordinary causal attention."""
     if unpack is None:
         return sdpa_attention_forward(module, query, key, value, None, **options)
-    take = torch.nn.functional.embedding  # indexing whose gradient is fast and, on a GPU, deterministic
+    take = torch.nn.functional.embedding  # indexing with a fast gradient
     query, key, value = (take(unpack, x[0].transpose(0, 1).flatten(1)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
                          for x in (query, key, value))
     out, _ = sdpa_attention_forward(module, query, key, value, None, **options)
-    return take(pack[None], out.flatten(0, 1).flatten(1)), None
+    return take(pack[None], out.flatten(0, 1).flatten(1)).unflatten(-1, out.shape[2:]), None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -167,32 +169,24 @@ class Policy:
     def __init__(self, args, model: str, device, dtype, trainable: bool = True):
         self.args, self.device, self.trainable, self.version = args, device, trainable, 0
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa",
-                                                          trust_remote_code=args.trust_remote_code)
-        config = self.model.config.get_text_config()
-        # attention over the whole row only: sliding windows and recurrent layers take padded rows
-        self.packed = args.attention == "packed" and {*(getattr(config, "layer_types", None) or [])} <= {"full_attention"} and (
-            hasattr(config, "layer_types") or not getattr(config, "sliding_window", None))
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
         self.head = _Head(self.model).train(trainable)
         self.tokens = Counter()  # since it was cleared: real, padded, computed (packed: a prompt counts once), and rows
         for module in self.model.modules():  # dropout would make the sampler and the trainer two different policies
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        self.model.set_attn_implementation("packed" if self.packed else "sdpa")
-        self._check_head()
-        if args.attention not in ("packed", "sdpa"):  # only now: the check runs in float32 on the CPU, where some do not
-            try:
-                self.model.set_attn_implementation(args.attention)
-            except (ImportError, ValueError) as error:
-                raise UserError(f"--attention is '{args.attention}', but this cannot be used here: {error}") from None
+            for name, value in list(vars(module).items()):
+                if "dropout" in name and type(value) in (int, float):
+                    setattr(module, name, 0.0)
+        self._choose_attention()
+        config = self.model.config.get_text_config()
         layers = next(m for m in self.model.base_model.modules() if isinstance(m, torch.nn.ModuleList)
                       and len(m) == config.num_hidden_layers)
         if trainable and args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.head.requires_grad_(trainable)
         if args.compile:
+            torch._dynamo.config.recompile_limit = 64  # policy and reference, with and without gradients, share layers' code
             for layer in layers:
                 layer.compile()
         if distributed():
@@ -212,10 +206,33 @@ class Policy:
             self.model.train()
         self.sums, self.bad_steps = {}, 0
 
+    def _choose_attention(self) -> None:
+        """Packed, where all layers attend to the whole row (no sliding window within the lengths of this run, no recurrence)
+        and the model then gives its own log-probs; else padded rows. Raises UserError where these are not its own either."""
+        args, config = self.args, self.model.config.get_text_config()
+        window = getattr(config, "sliding_window", None) or math.inf
+        whole = {"full_attention", "sliding_attention" if window >= args.max_prompt_tokens + args.max_new_tokens else ""}
+        kinds = {*(getattr(config, "layer_types", None) or ["sliding_attention"])}
+        self.packed = args.attention == "packed" and kinds <= whole and self.model._supports_sdpa
+        if self.packed:
+            self.model.set_attn_implementation("packed")
+            if not self._head_is_right():
+                self.packed = False
+                self.model.set_attn_implementation("sdpa")
+        if not self.packed and not self._head_is_right():
+            raise UserError(f"the architecture {self.model.config.model_type} does not compute its logits as head(hidden "
+                            "states); extend _Head in policy.py before training it.")
+        if args.attention == "packed" and not self.packed and self.trainable and self.rank == 0:
+            print(f"The architecture {self.model.config.model_type} cannot be packed: micro-batches are padded rows.", flush=True)
+        if args.attention not in ("packed", "sdpa"):  # only now: the check runs in float32 on the CPU, where some do not
+            try:
+                self.model.set_attn_implementation(args.attention)
+            except (ImportError, ValueError, KeyError) as error:
+                raise UserError(f"--attention is '{args.attention}', but this cannot be used here: {error}") from None
+
     @torch.no_grad()
-    def _check_head(self) -> None:
-        """Our head and our packing must give the model's own log-probs (some architectures scale or cap their logits, some
-        mix tokens by other means than attention)."""
+    def _head_is_right(self) -> bool:
+        """Whether our head and our rows give the model's own log-probs (some architectures scale or cap their logits)."""
         a, b = (Rollout([5, 6, 7], ids, torch.zeros(0), True) for ids in ([8, 9, 10], [11, 12, 13, 14]))
         self.head.eval()
         full = []
@@ -227,9 +244,7 @@ class Policy:
         logp, _ = self.head(inputs, index, torch.tensor(a.response_ids + b.response_ids), 1.0)
         self.head.train(self.trainable)
         self.tokens.clear()
-        if not torch.allclose(logp, torch.cat(full), atol=1e-3):
-            raise UserError(f"the architecture {self.model.config.model_type} does not compute its log-probs as we do: give "
-                            "--attention sdpa, and if this remains, extend _Head in policy.py.")
+        return torch.allclose(logp, torch.cat(full), atol=1e-3)
 
     def _inputs(self, rollouts: list[Rollout], device) -> tuple[dict, torch.Tensor]:
         """The model's inputs, and the places [response tokens] in its flattened output that predict them: one before each.
@@ -349,11 +364,13 @@ class Policy:
         self.sums, self.updates = {}, self.updates + 1
         return metrics
 
-    def flops_per_token(self, length: float) -> float:
-        """6 N + 12 L H D T / 2, forward and backward of one token in a sequence of T, causal attention; for the MFU."""
+    def flops_per_token(self, length: float, computed: float = 1.0) -> float:
+        """6 N + 12 L H D T / 2, forward and backward of one token in a sequence of T, causal attention; for the MFU.
+
+        computed: the share of the tokens that all but attention computes (a shared prompt counts once)."""
         config, embedding = self.model.config.get_text_config(), self.model.get_input_embeddings().weight.numel()
         matmul = sum(p.numel() for p in self.model.parameters()) - (0 if config.tie_word_embeddings else embedding)
-        return 6 * matmul + 12 * config.num_hidden_layers * config.hidden_size * length / 2
+        return 6 * matmul * computed + 12 * config.num_hidden_layers * config.hidden_size * length / 2
 
     def named_tensors(self, dtype):
         """Every parameter once (tied ones, too) as a full tensor, gathered one at a time: a collective."""

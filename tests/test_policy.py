@@ -74,14 +74,38 @@ def test_packed_computes_every_prompt_once_and_no_padding():
         assert seen == [expected], attention
 
 
-def test_packed_gives_way_to_padded_rows_where_a_layer_does_not_see_the_whole_row(tmp_path):
+@pytest.mark.parametrize("window, packed", [(4, False), (3000, True)])
+def test_packed_gives_way_to_padded_rows_where_a_layer_does_not_see_the_whole_row(tmp_path, window, packed):
     from transformers import Qwen2Config, Qwen2ForCausalLM
     config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+                         num_key_value_heads=1, use_sliding_window=True, sliding_window=window, max_window_layers=1)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     policy = make_policy(tmp_path)
-    assert not policy.packed and policy.model.config._attn_implementation == "sdpa"
-    assert make_policy().packed  # the toy's layers see everything
+    assert policy.packed == packed and policy.model.config._attn_implementation == ("packed" if packed else "sdpa")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ"])
+def test_other_architectures_in_training_mode(tmp_path, name):
+    """Log-probs of shared prompts are those of each row alone, dropout is off, whatever attention the model has."""
+    import transformers
+    options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+                   bos_token_id=1, eos_token_id=2)
+    if name == "GPTJ":
+        options["rotary_dim"] = 8
+    if name == "OPT":
+        options |= dict(ffn_dim=64, word_embed_proj_dim=32)
+    model = getattr(transformers, name + "ForCausalLM" if name not in ("GPT2",) else "GPT2LMHeadModel")(
+        getattr(transformers, name + "Config")(**options))
+    model.eval().save_pretrained(tmp_path)
+    policy, rollouts = make_policy(tmp_path), random_rollouts(4, vocabulary=64)
+    for r in rollouts[1:3]:
+        r.prompt_ids = rollouts[0].prompt_ids
+    micro = next(policy.micro_batches(rollouts))
+    logp, _ = policy.logprobs(micro)
+    with torch.no_grad():
+        expected = [torch.log_softmax(model(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1], -1)
+                    .gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1) for r in micro.rollouts]
+    assert torch.allclose(logp, torch.cat(expected), atol=1e-5)
 
 
 def test_gradient_checkpointing_changes_nothing():
@@ -141,7 +165,7 @@ def test_an_architecture_with_other_logits_is_refused(tmp_path):
     config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                           num_key_value_heads=1, logit_scale=0.0625)
     CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="cohere does not compute its log-probs"):
+    with pytest.raises(common.UserError, match="cohere does not compute its logits"):
         make_policy(tmp_path)
 
 

@@ -216,8 +216,11 @@ class Policy:
         self.packed = args.attention == "packed" and kinds <= whole and self.model._supports_sdpa
         if self.packed:
             self.model.set_attn_implementation("packed")
-            if not self._head_is_right():
+            try:
+                self.packed = self._head_is_right()
+            except TypeError:  # a forward that takes no further arguments
                 self.packed = False
+            if not self.packed:
                 self.model.set_attn_implementation("sdpa")
         if not self.packed and not self._head_is_right():
             raise UserError(f"the architecture {self.model.config.model_type} does not compute its logits as head(hidden "

@@ -108,6 +108,14 @@ def test_other_architectures_in_training_mode(tmp_path, name):
     assert torch.allclose(logp, torch.cat(expected), atol=1e-5)
 
 
+def test_packed_gives_way_where_a_model_takes_no_further_arguments(monkeypatch, capsys):
+    from transformers import Qwen2Model
+    forward = Qwen2Model.forward
+    monkeypatch.setattr(Qwen2Model, "forward", lambda self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                        inputs_embeds=None, use_cache=None: forward(self, input_ids=input_ids, position_ids=position_ids))
+    assert not make_policy().packed and "cannot be packed" in capsys.readouterr().out
+
+
 def test_gradient_checkpointing_changes_nothing():
     gradients = []
     for flag in (False, True):

@@ -10,7 +10,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 
 @dataclass
@@ -46,19 +49,81 @@ class Rollout:
     weight: float = 1.0
 
 
+class SharedPrompts:
+    """Keys and values of some prompts, kept and read once for all their responses, and where each live response finds them."""
+
+    def __init__(self, cache: DynamicCache, mask: torch.Tensor):
+        self.layers = cache.layers
+        self.bias = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, -math.inf)[:, None, None]  # left padding
+
+    def assign(self, prompts: torch.Tensor) -> None:
+        """Row i continues the prompt prompts[i] (ascending): the rows are laid out as [prompt, most rows of any prompt]."""
+        counts = prompts.bincount(minlength=len(self.bias))
+        rows = torch.arange(len(prompts), device=prompts.device)
+        self.place = prompts * counts.max() + rows - (counts.cumsum(0) - counts)[prompts]
+        self.rows = rows.new_zeros(len(counts) * counts.max())  # empty places compute row 0, nobody reads them
+        self.rows[self.place] = rows
+
+
+def shared_prompt_attention(module, query, key, value, attention_mask, shared=None, scaling=None, **options):
+    """Attention of one new token per row to its prompt (SharedPrompts) and to the row's own tokens (key, value).
+
+    The softmax over both is the two softmaxes, weighted by their normalizers. query [rows, heads, 1, d], key and value
+    [rows, KV heads, tokens, d] -> [rows, 1, heads, d]. Without `shared`, while prompts are read, ordinary attention."""
+    if shared is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+    def attend(query, key, value, bias=0.0):  # query: all heads of a KV head, side by side; the normalizer is the last column
+        scores = (query @ key.transpose(2, 3)).float() + bias
+        return torch.cat([scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1, keepdim=True)], -1)
+
+    prompt, (rows, _, _, d), heads = shared.layers[module.layer_idx], query.shape, key.shape[1]
+    query = query.reshape(rows, heads, -1, d) * (d ** -0.5 if scaling is None else scaling)
+    own, log_own = attend(query, key, value).split([d, 1], -1)
+    grouped = query.index_select(0, shared.rows).unflatten(0, (len(shared.bias), -1))
+    out = attend(grouped.transpose(1, 2).flatten(2, 3), prompt.keys, prompt.values, shared.bias)
+    out = out.unflatten(2, (grouped.shape[1], -1)).transpose(1, 2).flatten(0, 1).index_select(0, shared.place)
+    out, log_prompt = out.split([d, 1], -1)
+    return own.lerp(out, (log_prompt - log_own).sigmoid()).to(value.dtype).view(rows, 1, -1, d), None
+
+
+AttentionInterface.register("shared_prompt", shared_prompt_attention)
+AttentionMaskInterface.register("shared_prompt", sdpa_mask)
+
+
 class HFSampler:
-    """Sampling through a transformers model: prompts prefilled once, cache repeated over samples, finished rows dropped.
+    """Sampling through a transformers model: prompts read and kept once for all their samples, finished rows dropped.
 
     For machines without vLLM, and faster than it for tiny models. Uniform numbers of a sample come from its own seed
     and are turned into tokens by the inverse of the cumulative distribution, so a response does not depend on what
     else is in the batch or on which rank samples it (beyond float rounding)."""
 
     def __init__(self, args, model: str, tokenizer, stop_ids: list[int], device, dtype):
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa",
-                                                          trust_remote_code=args.trust_remote_code).to(device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=args.trust_remote_code)
+        self.model.to(device).eval()
         self.stop_ids, self.device = torch.tensor(stop_ids, device=device), device
         self.max_rows = min(1024, max(16, 2 ** 26 // self.model.config.get_text_config().vocab_size))
-        self.version = -1
+        self.version, self.shares = -1, False
+        self.shares = all(type(layer) is DynamicLayer for layer in self._cache().layers) and self._shares_prompts()
+
+    def _cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def _shares_prompts(self) -> bool:
+        """Whether this architecture samples with shared prompts what it samples without; otherwise every row has a copy."""
+        requests, atol = [Request([5, 6, 7], 2, 1, 3), Request([8, 9], 2, 3, 3)], 1e-3 if self.model.dtype == torch.float32 else 0.05
+        alone, attention = self._generate(requests, 1.0, 1.0, 0), self.model.config._attn_implementation
+        try:
+            self.model.set_attn_implementation("shared_prompt")
+            self.shares = True
+            pairs = zip(sum(alone, []), sum(self._generate(requests, 1.0, 1.0, 0), []))
+            if all(a.response_ids == b.response_ids and torch.allclose(a.logprobs, b.logprobs, atol=atol) for a, b in pairs):
+                return True
+        except (AttributeError, TypeError, ValueError):  # attention of its own, that knows no further arguments
+            pass
+        self.model.set_attn_implementation(attention)
+        return False
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -92,25 +157,29 @@ class HFSampler:
         limit = torch.tensor([r.max_new_tokens for r in requests for _ in range(n)], device=device)
         uniform = torch.stack([torch.rand(steps, dtype=torch.float64, generator=torch.Generator().manual_seed(r.seed + i))
                                for r in requests for i in range(n)]).to(device)
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                         past_key_values=DynamicCache(config=self.model.config), use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(n, 0)
-        cache.batch_repeat_interleave(n)
-        mask, position = mask.repeat_interleave(n, 0), mask.sum(1).repeat_interleave(n, 0)
+        cache, position = self._cache(), mask.sum(1).repeat_interleave(n, 0)
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                            past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].repeat_interleave(n, 0)
         rows = torch.arange(len(requests) * n, device=device)  # which response each live row is
+        if self.shares:
+            shared, cache = SharedPrompts(cache, mask), self._cache()
+            shared.assign(rows // n)
+        else:
+            cache.batch_repeat_interleave(n)
+            mask = mask.repeat_interleave(n, 0)
         tokens = torch.zeros(len(rows), steps, dtype=torch.long, device=device)
         logprobs = torch.zeros(len(rows), steps, device=device)
         length = torch.zeros(len(rows), dtype=torch.long, device=device)
         finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
         for t in range(steps):
-            logp = torch.log_softmax(_truncate(logits.float() / (temperature or 1.0), top_p, top_k), -1)
+            probs = torch.softmax(_truncate(logits.float() / (temperature or 1.0), top_p, top_k), -1)
             if temperature == 0:
-                token = logp.argmax(-1)
+                token = probs.argmax(-1)
             else:
-                cumulative = logp.exp().double().cumsum(-1)  # float64: a float32 sum over 150k entries loses the tail
+                cumulative = probs.cumsum(-1, dtype=torch.float64)  # a float32 sum over 150k entries loses the tail
                 u = uniform[rows, t, None] * cumulative[:, -1:]
-                token = torch.searchsorted(cumulative, u, right=True).squeeze(-1).clamp(max=logp.shape[-1] - 1)
-            tokens[rows, t], logprobs[rows, t] = token, logp.gather(-1, token[:, None]).squeeze(-1)
+                token = torch.searchsorted(cumulative, u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+            tokens[rows, t], logprobs[rows, t] = token, probs.gather(-1, token[:, None]).squeeze(-1).log()
             length[rows] = t + 1
             ended = torch.isin(token, self.stop_ids)
             finished[rows[ended]] = True
@@ -119,12 +188,19 @@ class HFSampler:
                 break
             if not live.all():
                 keep = live.nonzero().squeeze(-1)
-                rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
+                rows, token, position = rows[keep], token[keep], position[keep]
                 cache.batch_select_indices(keep)
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            out = self.model(input_ids=token[:, None], attention_mask=mask, position_ids=position[:, None],
-                             past_key_values=cache, use_cache=True)
-            logits, position = out.logits[:, -1], position + 1
+                if self.shares:
+                    shared.assign(rows // n)
+                else:
+                    mask = mask[keep]
+            if self.shares:
+                context = dict(shared=shared)
+            else:
+                context = dict(attention_mask=(mask := torch.cat([mask, mask.new_ones(len(mask), 1)], 1)))
+            logits = self.model(input_ids=token[:, None], position_ids=position[:, None], past_key_values=cache, use_cache=True,
+                                **context).logits[:, -1]
+            position = position + 1
         tokens, logprobs, length, finished = tokens.tolist(), logprobs.cpu(), length.tolist(), finished.tolist()
         flat = [Rollout(requests[i // n].prompt_ids, tokens[i][:length[i]], logprobs[i, :length[i]].clone(), finished[i])
                 for i in range(len(tokens))]

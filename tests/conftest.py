@@ -41,6 +41,21 @@ def random_rollouts(count, seed=0, vocabulary=300, shortest=1, longest=40):
     return rollouts
 
 
+ARCHITECTURES = ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ"]
+
+
+def tiny_model(name, folder):
+    """A randomly initialised model of this architecture, vocabulary 64, saved to folder."""
+    import transformers
+    options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                   pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.5)
+    options |= dict(GPTJ=dict(rotary_dim=8), OPT=dict(ffn_dim=64, word_embed_proj_dim=32, init_std=0.5)).get(name, {})
+    torch.manual_seed(0)
+    model = getattr(transformers, name + ("LMHeadModel" if name == "GPT2" else "ForCausalLM"))(getattr(transformers, name + "Config")(**options))
+    model.eval().save_pretrained(folder)
+    return model
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     """A randomly initialised model of another architecture (untied head) with the toy's tokenizer."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_policy, random_rollouts
+from conftest import ARCHITECTURES, make_policy, random_rollouts, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,19 +84,10 @@ def test_packed_gives_way_to_padded_rows_where_a_layer_does_not_see_the_whole_ro
     assert policy.packed == packed and policy.model.config._attn_implementation == ("packed" if packed else "sdpa")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures_in_training_mode(tmp_path, name):
     """Log-probs of shared prompts are those of each row alone, dropout is off, whatever attention the model has."""
-    import transformers
-    options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
-                   bos_token_id=1, eos_token_id=2)
-    if name == "GPTJ":
-        options["rotary_dim"] = 8
-    if name == "OPT":
-        options |= dict(ffn_dim=64, word_embed_proj_dim=32)
-    model = getattr(transformers, name + "ForCausalLM" if name not in ("GPT2",) else "GPT2LMHeadModel")(
-        getattr(transformers, name + "Config")(**options))
-    model.eval().save_pretrained(tmp_path)
+    model = tiny_model(name, tmp_path)
     policy, rollouts = make_policy(tmp_path), random_rollouts(4, vocabulary=64)
     for r in rollouts[1:3]:
         r.prompt_ids = rollouts[0].prompt_ids

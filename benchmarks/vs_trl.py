@@ -2,10 +2,12 @@
 
     python benchmarks/vs_trl.py                                      # the toy: 16 prompts x 32 rollouts x 64 tokens
     python benchmarks/vs_trl.py --lengths natural                    # responses end where the model ends them, 128 tokens at most
+    python benchmarks/vs_trl.py --trl default                        # TRL as it comes: checkpointing, 8 sequences per forward
     python benchmarks/vs_trl.py --size 100m --out vs_trl_100m.json   # 2 prompts x 8 rollouts x 64 tokens, vocabulary 150k
 
 The same on both sides: model, prompts, group size, response length (fixed: end-of-sequence never ends a response), sampling with
-transformers at temperature 1, float32, one optimizer step (AdamW) per batch, no KL term, no activation checkpointing.
+transformers at temperature 1, float32, one optimizer step (AdamW) per batch, no KL term. Ours never recomputes activations. TRL does by
+default; with --trl tuned it does not, and takes the fastest number of sequences per forward.
 Every run is a process of its own, ours and TRL's in turns; the first step of each run is not counted.
 
 sample   generation alone (ours: the sampler's call with decoding and answers; TRL: the call of `generate` and its masks)
@@ -28,9 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = "step", "sample", "update", "cpu"
-SIZES = {  # micro: sequences per forward pass of TRL (it wants a divisor of prompts x rollouts); ours: as many padded tokens
+SIZES = {  # micro: TRL's sequences per forward pass, its fastest (it wants a divisor of prompts x rollouts); micro_tokens: ours
     "toy": dict(prompts=16, rollouts=32, tokens=64, micro=64, micro_tokens=2048),
-    "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=2048, hidden=512, layers=8, vocabulary=150_000)}
+    "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=1024, hidden=512, layers=8, vocabulary=150_000)}
 
 
 def memory(field: str) -> float:
@@ -173,7 +175,7 @@ def trl(folder: Path, steps: int) -> dict:
         gradient_accumulation_steps=sequences // job["micro"], num_generations=job["rollouts"], max_completion_length=job["tokens"],
         generation_kwargs=dict(min_new_tokens=job["tokens"]) if job["fixed"] else None, temperature=1.0, top_p=1.0, top_k=0,
         beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=1e-5, max_grad_norm=1.0, weight_decay=0.01, optim="adamw_torch",
-        bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1,
+        bf16=False, use_cpu=True, gradient_checkpointing=not job["tuned"], report_to="none", save_strategy="no", logging_steps=1,
         disable_tqdm=True, seed=job["seed"], dataloader_pin_memory=False)
     trainer = Timed(model=job["model"], reward_funcs=reward, args=config, callbacks=[Clock()],
                     train_dataset=Dataset.from_dict(dict(prompt=job["prompts"])),
@@ -208,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--lengths", choices=["fixed", "natural"], default="fixed", help="whether end-of-sequence ends a response")
+    parser.add_argument("--trl", choices=["tuned", "default"], default="tuned", help="TRL's micro-batch and activation checkpointing")
     parser.add_argument("--trl_python", default=".venv-trl/bin/python", help="python of the environment that has TRL")
     parser.add_argument("--runs", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=4, help="steps of a run, the first is not counted")
@@ -227,8 +230,8 @@ def main() -> None:
         sys.exit(f"--trl_python is '{args.trl_python}', which does not exist; make it with: python3 -m venv .venv-trl && "
                  ".venv-trl/bin/pip install -r benchmarks/requirements.txt")
     python = {"ours": sys.executable, "trl": str(Path(args.trl_python).absolute())}
-    size = dict(SIZES[args.size], fixed=args.lengths == "fixed")
-    size["micro"] = args.micro or size["micro"]
+    size = dict(SIZES[args.size], fixed=args.lengths == "fixed", tuned=args.trl == "tuned")
+    size["micro"] = args.micro or (size["micro"] if size["tuned"] else 8)
     if args.size == "toy" and not size["fixed"]:
         size["tokens"] = 128
     size["tokens"] = args.tokens or size["tokens"]

@@ -147,6 +147,13 @@ def test_hf_shared_prompts_give_the_models_own_logprobs(tmp_path, name):
         assert torch.allclose(r.logprobs, expected, atol=1e-4)
 
 
+def test_hf_half_precision_shares_prompts_too():
+    sampler = common.HFSampler(common.Args(), str(common.TOY), TOKENIZER, STOP, torch.device("cpu"), torch.bfloat16)
+    assert sampler.shares and {p.dtype for p in sampler.model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in sampler.model.buffers()} == {torch.float32}  # rotary frequencies
+    assert 1e-4 < worst(make_policy(), sampler.generate(requests(), 1.0)) < 0.3
+
+
 def test_seeds_never_share_a_stream():
     seeds = [seed_of(1, step, problem) for step in range(50) for problem in range(50)]
     assert len(set(seeds)) == 2500 and all(s % 65536 == 0 and 0 <= s < 2 ** 62 for s in seeds)

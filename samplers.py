@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -50,16 +51,21 @@ class Rollout:
 
 
 class SharedPrompts:
-    """Keys and values of some prompts, kept and read once for all their responses, and where each live response finds them."""
+    """Keys and values of prompts, kept and read once for all their responses; and which live row continues which prompt."""
 
     def __init__(self, cache: DynamicCache, mask: torch.Tensor):
-        self.layers = cache.layers
+        self.cache, self.prompts = cache, torch.arange(len(mask), device=mask.device)
         self.bias = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, -math.inf)[:, None, None]  # left padding
 
     def assign(self, prompts: torch.Tensor) -> None:
-        """Row i continues the prompt prompts[i] (ascending): the rows are laid out as [prompt, most rows of any prompt]."""
-        counts, rows = prompts.bincount(minlength=len(self.bias)), torch.arange(len(prompts), device=prompts.device)
-        most = int(counts.max())
+        """Row i continues prompt prompts[i] (ascending); prompts without rows are dropped. Sets `rows`, the row at every place
+        of a table [prompt, most rows of any prompt], and `place`, where in that table a row is."""
+        kept, prompts, counts = prompts.unique_consecutive(return_inverse=True, return_counts=True)
+        if len(kept) < len(self.prompts):
+            keep = torch.isin(self.prompts, kept).nonzero().squeeze(-1)
+            self.cache.batch_select_indices(keep)
+            self.prompts, self.bias = kept, self.bias[keep]
+        rows, most = torch.arange(len(prompts), device=prompts.device), int(counts.max())
         self.place = prompts * most + rows - (counts.cumsum(0) - counts)[prompts]
         self.rows = rows.new_zeros(len(counts) * most)  # empty places compute row 0, nobody reads them
         self.rows[self.place] = rows
@@ -72,17 +78,20 @@ def shared_prompt_attention(module, query, key, value, attention_mask, shared=No
     [rows, KV heads, tokens, d] -> [rows, 1, heads, d]. Without `shared`, while prompts are read, ordinary attention."""
     if shared is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if attention_mask is not None:
+        raise ValueError("a mask of the model's own cannot be shared")
 
-    def attend(query, key, value, bias=0.0):  # query: all heads of a KV head, side by side; the normalizer is the last column
-        scores = (query @ key.transpose(2, 3)).float() + bias
+    def attend(query, key, value, bias=0.0):
+        """All queries of a KV head side by side. In float32; the log of the softmax's normalizer is the last column."""
+        scores = query @ key.float().transpose(2, 3) + bias
         return torch.cat([scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1, keepdim=True)], -1)
 
-    prompt, (rows, _, _, d), heads = shared.layers[module.layer_idx], query.shape, key.shape[1]
-    query = query.reshape(rows, heads, -1, d) * (d ** -0.5 if scaling is None else scaling)
+    prompt, (rows, _, _, d), heads = shared.cache.layers[module.layer_idx], query.shape, key.shape[1]
+    query = query.reshape(rows, heads, -1, d).float() * (d ** -0.5 if scaling is None else scaling)
     own, log_own = attend(query, key, value).split([d, 1], -1)
-    grouped = query.index_select(0, shared.rows).unflatten(0, (len(shared.bias), -1))
-    out = attend(grouped.transpose(1, 2).flatten(2, 3), prompt.keys, prompt.values, shared.bias)
-    out = out.unflatten(2, (grouped.shape[1], -1)).transpose(1, 2).flatten(0, 1).index_select(0, shared.place)
+    table = query.index_select(0, shared.rows).unflatten(0, (len(shared.bias), -1))
+    out = attend(table.transpose(1, 2).flatten(2, 3), prompt.keys, prompt.values, shared.bias)
+    out = out.unflatten(2, (table.shape[1], -1)).transpose(1, 2).flatten(0, 1).index_select(0, shared.place)
     out, log_prompt = out.split([d, 1], -1)
     return own.lerp(out, (log_prompt - log_own).sigmoid()).to(value.dtype).view(rows, 1, -1, d), None
 
@@ -92,37 +101,42 @@ AttentionMaskInterface.register("shared_prompt", sdpa_mask)
 
 
 class HFSampler:
-    """Sampling through a transformers model: prompts read and kept once for all their samples, finished rows dropped.
+    """Sampling through a transformers model: prompts read once for all their samples, finished rows dropped.
+
+    Prompts are kept once, too (SharedPrompts), unless the architecture cannot do with that: then every row has a copy.
 
     For machines without vLLM, and faster than it for tiny models. Uniform numbers of a sample come from its own seed
     and are turned into tokens by the inverse of the cumulative distribution, so a response does not depend on what
     else is in the batch or on which rank samples it (beyond float rounding)."""
 
     def __init__(self, args, model: str, tokenizer, stop_ids: list[int], device, dtype):
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=args.trust_remote_code).eval()
+        load = partial(AutoModelForCausalLM.from_pretrained, model, trust_remote_code=args.trust_remote_code)
+        self.model, self.device, self.stop_ids = load(dtype=torch.float32).eval(), torch.device("cpu"), torch.tensor([], dtype=torch.long)
         self.max_rows = min(1024, max(16, 2 ** 26 // self.model.config.get_text_config().vocab_size))
-        self.version, self.shares, self.stop_ids, self.device = -1, False, torch.tensor(stop_ids), torch.device("cpu")
+        self.version, self.shares = -1, False
         self.shares = all(type(layer) is DynamicLayer for layer in self._cache().layers) and self._shares_prompts()
-        for parameter in self.model.parameters():  # only now: half precision would hide a difference; buffers stay float32
-            parameter.data = parameter.data.to(device, dtype)
+        if dtype != torch.float32:  # half precision would have hidden a difference
+            self.model = load(dtype=dtype).eval()
+            if self.shares:
+                self.model.set_attn_implementation("shared_prompt")
         self.model.to(device)
-        self.stop_ids, self.device = self.stop_ids.to(device), device
+        self.device, self.stop_ids = device, torch.tensor(stop_ids, device=device)
 
     def _cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)
 
     @torch.inference_mode()
     def _shares_prompts(self) -> bool:
-        """Whether this architecture samples with shared prompts what it samples without; otherwise every row has a copy."""
+        """Whether this architecture samples with shared prompts what it samples without; then the model is set to share."""
         requests = [Request([5, 6, 7], 2, 1, 3), Request([8, 9], 2, 3, 3)]
         alone, attention = self._generate(requests, 1.0, 1.0, 0), self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation("shared_prompt")
-            self.shares = True
+            self.shares = self.model.config.get_text_config()._attn_implementation == "shared_prompt"  # some stay as they are
             pairs = zip(sum(alone, []), sum(self._generate(requests, 1.0, 1.0, 0), []))
-            if all(a.response_ids == b.response_ids and torch.allclose(a.logprobs, b.logprobs, atol=1e-3) for a, b in pairs):
+            if self.shares and all(a.response_ids == b.response_ids and torch.allclose(a.logprobs, b.logprobs, atol=1e-3) for a, b in pairs):
                 return True
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # attention of its own, that knows no further arguments
+        except Exception:  # whatever it is: copies work everywhere
             pass
         self.model.set_attn_implementation(attention)
         return False

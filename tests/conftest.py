@@ -41,7 +41,7 @@ def random_rollouts(count, seed=0, vocabulary=300, shortest=1, longest=40):
     return rollouts
 
 
-ARCHITECTURES = ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ"]
+ARCHITECTURES = ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ", "Bloom"]
 
 
 def tiny_model(name, folder):

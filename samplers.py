@@ -134,7 +134,8 @@ class HFSampler:
             self.model.set_attn_implementation("shared_prompt")
             self.shares = self.model.config.get_text_config()._attn_implementation == "shared_prompt"  # some stay as they are
             pairs = zip(sum(alone, []), sum(self._generate(requests, 1.0, 1.0, 0), []))
-            if self.shares and all(a.response_ids == b.response_ids and torch.allclose(a.logprobs, b.logprobs, atol=1e-3) for a, b in pairs):
+            same = all(a.response_ids == b.response_ids and torch.allclose(a.logprobs, b.logprobs, atol=1e-3) for a, b in pairs)
+            if self.shares and same:
                 return True
         except Exception:  # whatever it is: copies work everywhere
             pass

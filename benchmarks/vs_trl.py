@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = "step", "sample", "update", "cpu"
 SIZES = {  # micro: TRL's sequences per forward pass, its fastest (it wants a divisor of prompts x rollouts); micro_tokens: ours
     "toy": dict(prompts=16, rollouts=32, tokens=64, micro=64, micro_tokens=2048),
-    "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=1024, hidden=512, layers=8, vocabulary=150_000)}
+    "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=2048, hidden=512, layers=8, vocabulary=150_000)}
 
 
 def memory(field: str) -> float:

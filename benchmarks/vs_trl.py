@@ -116,6 +116,7 @@ def ours(folder: Path, steps: int) -> dict:
         common.HFSampler = FixedLength
     out = tempfile.mkdtemp(dir=folder)
     rows = len(job["prompts"]) * job["rollouts"]
+    common.answers_equal("x+1", "1+x")  # loads math-verify: once in a run, no part of a step
     with contextlib.redirect_stdout(sys.stderr):
         ttrl.main(ttrl.Args(
             model=job["model"], dataset=str(folder / "problems.jsonl"), eval="", steps=steps, prompts_per_batch=len(job["prompts"]),

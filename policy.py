@@ -202,7 +202,7 @@ class Policy:
             fully_shard(self.head, **options)  # embeddings, norm and (tied) head stay one group
         if trainable:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.999),
-                                               weight_decay=args.weight_decay, fused=True)  # fused: no copies of the largest parameter
+                                               weight_decay=args.weight_decay, fused=True)  # no copies of the largest parameter
             self.model.train()
         self.sums, self.bad_steps = {}, 0
 

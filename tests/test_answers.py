@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from fractions import Fraction
@@ -355,7 +356,7 @@ def test_numbers_are_compared_exactly(a, b):
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile
-SENTINEL = "/tmp/answers_test_sentinel"
+SENTINEL = f"{tempfile.gettempdir()}/answers_test_sentinel"
 HOSTILE = [
     "9^{9^{9^9}}", "9^9^9^9", "10^{10^{10}}", "((9^{99})^{99})^{99}", "(9^{9})^{(9^{9})}", "2^{10^{9}}", "9^{999999999}", "9^{-999999999}",
     "e^{e^{e^{e^{9}}}}", "x^{x^{x^{x}}}", "100000000!", "(10^8)!", "((9!)!)!", "9!!!", "(9^9)!", "99999!",
@@ -399,7 +400,7 @@ def test_hostile_answers():
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_each_hostile_answer_is_equal_to_itself(answer):
     assert answers_equal(answer, answer) and normal_form(normal_form(answer)) == normal_form(answer)
-    assert extract_answer(f"\\boxed{{{answer}}}") is None or True  # no crash, no endless search
+    extract_answer(f"\\boxed{{{answer}}}")  # no crash, no endless search
 
 
 def test_what_hangs_is_stopped_and_forgotten():

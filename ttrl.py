@@ -1,54 +1,43 @@
 """TTRL: Test-Time Reinforcement Learning (Zuo et al. 2025, arXiv:2504.16084).
 
-The idea: where there are no labels, the model's own majority answer is one. Sample N responses to a problem, let their
+The idea: without labels, the model's own majority answer is one. Sample N responses to a problem, let their
 answers vote, reward every response that agrees with the winner, and take GRPO steps on a subset of G of them.
 
     label      y*  = the most frequent answer among the N responses
     reward     R_i = 1[answer_i = y*]                                                     (ETTRL paper, Eq. 7)
-    advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
-    loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
-               rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3)
+    advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
+    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
+               ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
+               KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Run it:
+Why it works, when it fails, every table row as a command: docs/ttrl.md.
+
     python ttrl.py                                                                     # the toy, on a laptop
     python ttrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                     # one GPU
-    torchrun --nproc-per-node 8 ttrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --episodes 30
+    torchrun --nproc-per-node 8 ttrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30
 
-What papers compare with: --labels gold (supervised GRPO, the upper bound), --labels offline (SRT: majority labels of the
-initial model, computed once), --easy_fraction 0.5 (SRT: train on the prompts with the highest initial majority only).
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 import common
-from common import equivalence_classes, majority
-
-# Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
-           eval_temperature=1.0, eval_top_p=1.0)
+from common import majority
 
 
 @dataclass
 class Args(common.Args):
-    labels: Literal["majority", "gold", "offline"] = "majority"
-    """majority: TTRL. gold: supervised GRPO, the upper bound. offline: SRT, the initial model's majority, once."""
-    easy_fraction: float = 1.0
-    """SRT easy prompts: keep this share of the problems, those with the highest majority ratio of the initial model."""
-
-    def errors(self):
-        bad = super().errors()
-        if not 0 < self.easy_fraction <= 1:
-            bad.append(f"--easy_fraction is {self.easy_fraction!r}, but must be above 0 and at most 1.")
-        return bad
+    labels: Literal["majority", "gold"] = "majority"
+    """majority: TTRL. gold: supervised GRPO, the papers' upper bound."""
 
 
-# ------------------------------------------------------ the method ---------------------------------------------------
+# ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [n] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -60,7 +49,8 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
+    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
+    [G]. GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -70,54 +60,81 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-# ------------------------------------------------------ the loop -----------------------------------------------------
+# -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy = run.policy
-    if args.labels == "gold" and any(p.answer is None for p in run.problems):
-        raise common.UserError("--labels is 'gold', but some problems of --dataset have no gold answer.")
-    if args.labels == "offline" or args.easy_fraction < 1:  # SRT: what the initial model votes, once, before step 1
-        offline, votes = run.initial_votes()
-        easy = max(args.prompts_per_batch, round(args.easy_fraction * len(votes)))
-        run.problems = sorted(run.problems, key=lambda p: -votes[p.id])[:easy]
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
 
-    for _ in run.steps():
-        # Sample: N responses to every problem of the batch, from the current policy.
-        problems = run.batch()
-        groups = run.rollouts(problems, args.votes)
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
 
-        # Reward: all N vote; a seeded random G of them are trained.
-        classes, rewards, train = [], [], []
-        for problem, rollouts in zip(problems, groups):
-            if args.labels == "majority":
-                classes.append(equivalence_classes([r.answer for r in rollouts]))
-            else:
-                label = problem.answer if args.labels == "gold" else offline[problem.id]
-                classes.append(common.label_classes(rollouts, label))
-            rewards.append(majority_reward(classes[-1]))
-            chosen = run.subset(range(args.votes), args.train_samples, problem.id)
-            advantages = group_advantages(rewards[-1][chosen])
-            for i, advantage in zip(chosen, advantages.tolist()):
-                rollouts[i].advantage = advantage
-            train += [rollouts[i] for i in chosen]
+        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        groups = run.sample(prompts, args.votes)
+        sampler.sleep()  # gives the GPU's memory to the update
 
-        # Update: clipped policy gradient, updates_per_batch optimizer steps. Tensors are 1-D over response tokens.
-        run.score(train)
-        updates = []
-        with run.timer("update"):
-            for minibatch in run.split(train):
-                for micro in policy.micro_batches(minibatch):
-                    logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
-                    rho = (logp - micro.old_logprobs).exp()
-                    clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
-                    kl = common.k3(logp, micro.ref_logprobs)
-                    loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
-                    policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)
-                updates.append(policy.step(run.learning_rate()))
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            classes_N = common.answer_classes(prompt, responses, args.labels)  # equal answers share a class
+            rewards_N = majority_reward(classes_N)
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            advantages_G = group_advantages(rewards_N[trained_G])
+            for i, advantage in zip(trained_G, advantages_G.tolist()):
+                responses[i].advantage = advantage
+                train.append(responses[i])
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
 
-        run.end_step(run.vote_metrics(problems, groups, classes, rewards), updates, problems, groups)
+        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
+        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
+
+        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                ratio_T = (logp_T - micro.old_logp_T).exp()
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step()
+    run.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, common.TOY)

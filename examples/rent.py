@@ -1,71 +1,45 @@
-"""RENT: ttrl.py with one more reward, the negative entropy of a response (Prabhudesai et al. 2025; ETTRL paper, Eq. 6).
+"""RENT: ttrl.py with one more reward, the negative entropy of a response (Prabhudesai et al. 2025,
+arXiv:2505.22660).
 
-The idea: no vote at all, what the model was sure of is rewarded. This file shows how small a fork is: python -m examples.rent
+The idea: no vote at all; what the model was sure of is rewarded. Shows how small a fork is.
 
-    label      y*  = the most frequent answer among the N responses
-    reward     R_i = -beta mean_t H_t over response i's tokens (ETTRL paper, Eq. 5, 6); --labels majority: R_i = 1[answer_i = y*]
-    advantage  A_i = (R_i - mean R) / (std R + eps)             over the G trained ones   (GRPO)
-    loss       mean_i mean_t  -min(rho A_i, clip(rho, 1-clip_low, 1+clip_high) A_i) + kl_coef KL_t - entropy_coef H_t
-               rho = pi(y_t) / pi_old(y_t),   KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)   (k3)
+    reward     R_i = -beta mean_t H_t over response i's tokens (ETTRL paper, Eq. 5, 6)
+    advantage, loss: GRPO, as in ttrl.py
 
-What papers compare with: --labels gold (supervised GRPO, the upper bound), --labels offline (SRT: majority labels of the
-initial model, computed once), --easy_fraction 0.5 (SRT: train on the prompts with the highest initial majority only).
+    python -m examples.rent                                                            # the toy, on a laptop
+    torchrun --nproc-per-node 8 -m examples.rent --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30
+
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 import common
-from common import equivalence_classes, majority
-
-# Without --model: the toy. It is a thousand times smaller than the papers' models, so it takes a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, prompts_per_batch=16, votes=32,
-           train_samples=16, max_prompt_tokens=128, max_new_tokens=128, micro_tokens=2048, lr=5e-4, updates_per_batch=2, sampler="hf",
-           eval_temperature=1.0, eval_top_p=1.0)
 
 
 @dataclass
 class Args(common.Args):
-    labels: Literal["entropy", "majority", "gold", "offline"] = "entropy"
-    """entropy: RENT. majority: TTRL. gold: supervised GRPO, the upper bound. offline: SRT, the initial model's majority, once."""
-    beta: float = 1.0
+    beta: common.Positive = 1.0
     """beta of Eq. 6; the normalisation over the group takes any positive value out again."""
-    easy_fraction: float = 1.0
-    """SRT easy prompts: keep this share of the problems, those with the highest majority ratio of the initial model."""
-
-    def errors(self):
-        bad = super().errors()
-        if not 0 < self.easy_fraction <= 1:
-            bad.append(f"--easy_fraction is {self.easy_fraction!r}, but must be above 0 and at most 1.")
-        return bad
 
 
-# ------------------------------------------------------ the method ---------------------------------------------------
-def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [n] float. TTRL; ETTRL paper, Eq. 7.
-
-    None (no answer) never votes and gets 0; a tie goes to the class seen first.
-
-    >>> majority_reward([0, 1, 0, None]).tolist()
-    [1.0, 0.0, 1.0, 0.0]
-    """
-    winner = majority(classes)
-    return torch.tensor([float(c is not None and c == winner) for c in classes])
-
-
+# ------------------------------------------------- the method -----------------------------------------------
 def entropy_reward(entropies: list[torch.Tensor], beta: float = 1.0) -> torch.Tensor:
-    """-beta times the mean of each response's token entropies; n tensors [T_i] -> [n]. RENT; ETTRL paper, Eq. 5 and 6.
+    """-beta times the mean of each response's token entropies; N tensors [T_i] -> [N]. ETTRL paper, Eq. 5 and
+    6.
 
     >>> entropy_reward([torch.tensor([0.5, 1.5]), torch.tensor([0.25])])
     tensor([-1.0000, -0.2500])
     """
-    return torch.stack([-beta * h.mean() for h in entropies])
+    return torch.stack([-beta * entropy.mean() for entropy in entropies])
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros where all rewards are equal or there is one. [n] -> [n]. GRPO.
+    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
+    [G]. GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -75,56 +49,83 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-# ------------------------------------------------------ the loop -----------------------------------------------------
+# -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy = run.policy
-    if args.labels == "gold" and any(p.answer is None for p in run.problems):
-        raise common.UserError("--labels is 'gold', but some problems of --dataset have no gold answer.")
-    if args.labels == "offline" or args.easy_fraction < 1:  # SRT: what the initial model votes, once, before step 1
-        offline, votes = run.initial_votes()
-        easy = max(args.prompts_per_batch, round(args.easy_fraction * len(votes)))
-        run.problems = sorted(run.problems, key=lambda p: -votes[p.id])[:easy]
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
 
-    for _ in run.steps():
-        # Sample: N responses to every problem of the batch, from the current policy.
-        problems = run.batch()
-        groups = run.rollouts(problems, args.votes)
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
 
-        run.entropies([r for rollouts in groups for r in rollouts])
-        # Reward: all N vote; a seeded random G of them are trained.
-        classes, rewards, train = [], [], []
-        for problem, rollouts in zip(problems, groups):
-            if args.labels in ("majority", "entropy"):
-                classes.append(equivalence_classes([r.answer for r in rollouts]))
-            else:
-                label = problem.answer if args.labels == "gold" else offline[problem.id]
-                classes.append(common.label_classes(rollouts, label))
-            entropy_based = args.labels == "entropy"
-            rewards.append(entropy_reward([r.entropies for r in rollouts], args.beta) if entropy_based else majority_reward(classes[-1]))
-            chosen = run.subset(range(args.votes), args.train_samples, problem.id)
-            advantages = group_advantages(rewards[-1][chosen])
-            for i, advantage in zip(chosen, advantages.tolist()):
-                rollouts[i].advantage = advantage
-            train += [rollouts[i] for i in chosen]
+        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        groups = run.sample(prompts, args.votes)
+        sampler.sleep()  # gives the GPU's memory to the update
 
-        # Update: clipped policy gradient, updates_per_batch optimizer steps. Tensors are 1-D over response tokens.
-        run.score(train)
-        updates = []
-        with run.timer("update"):
-            for minibatch in run.split(train):
-                for micro in policy.micro_batches(minibatch):
-                    logp, entropy = policy.logprobs(micro, entropy_grad=args.entropy_coef > 0)
-                    rho = (logp - micro.old_logprobs).exp()
-                    clipped = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
-                    loss = -micro.tis * torch.min(rho * micro.advantages, clipped * micro.advantages)  # tis: 1 unless --tis_cap
-                    kl = common.k3(logp, micro.ref_logprobs)
-                    loss = loss + args.kl_coef * kl - args.entropy_coef * entropy
-                    policy.backward(micro, loss, kl=kl, entropy=entropy, clip_fraction=rho != clipped)
-                updates.append(policy.step(run.learning_rate()))
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("score")
+        policy.score(sum(groups, []), "old_logp", args.temperature)  # entropies of all N; old log-probs, too
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            classes_N = common.answer_classes(prompt, responses)  # for the log alone
+            rewards_N = entropy_reward([response.entropy for response in responses], args.beta)
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            advantages_G = group_advantages(rewards_N[trained_G])
+            for i, advantage in zip(trained_G, advantages_G.tolist()):
+                responses[i].advantage = advantage
+                train.append(responses[i])
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, None)
 
-        run.end_step(run.vote_metrics(problems, groups, classes, rewards), updates, problems, groups)
+        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
+        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
+
+        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                ratio_T = (logp_T - micro.old_logp_T).exp()
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step()
+    run.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, common.TOY)

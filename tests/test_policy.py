@@ -1,192 +1,411 @@
-"""The policy: micro-batch plans, the head without full logits, saving."""
+"""The policy: micro-batch plans, packed rows, the head without full logits, two optimizer steps, saving."""
 
 import math
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, make_policy, random_rollouts, tiny_model
+from conftest import ARCHITECTURES, make_policy, random_rollouts, tiny_model, toy_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
-from policy import _LogProbs
+import ttrl
+from engine import fast
+from engine.base import Rollout, UserError
+from engine.policy import MicroBatch, fill, load_model, pad_right, plan_micro_batches, split_until
 
 
+# ------------------------------------------------- the plan ------------------------------------------------
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=st.integers(1, 9), budget=st.integers(1, 2000))
-def test_plan_is_complete_within_budget_and_equal_in_number(lengths, ranks, budget):
-    plan = common.plan_micro_batches(lengths, ranks, budget)
-    assert len(plan) == ranks and len({len(micros) for micros in plan}) == 1
-    assert sorted(i for micros in plan for m in micros for i in m) == list(range(len(lengths)))
-    for micro in (m for micros in plan for m in micros):
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=st.integers(1, 9),
+       budget=st.integers(1, 2000), n_groups=st.sampled_from([None, 1, 4]))
+def test_plan_is_complete_within_budget_and_equal_in_number(lengths, ranks, budget, n_groups):
+    groups = [i % n_groups for i in range(len(lengths))] if n_groups else None
+    plan = plan_micro_batches(lengths, ranks, budget, groups)
+    assert len(plan) == ranks
+    assert len({len(micros) for micros in plan}) == 1
+    planned = [micro for micros in plan for micro in micros]
+    assert sorted(i for micro in planned for i in micro) == list(range(len(lengths)))
+    for micro in planned:
         assert len(micro) <= 1 or max(lengths[i] for i in micro) * len(micro) <= budget
+    if len(lengths) >= ranks:
+        assert all(micros[0] for micros in plan)  # nobody is idle from the start
 
 
 def test_plan_by_hand():
     # lengths 9, 1, 8, 2 within 16 tokens: 9 alone (two rows of 9 are 18), then 8 with 2 (2 x 8 = 16), then 1
-    assert common.plan_micro_batches([9, 1, 8, 2], 1, 16) == [[[0], [2, 3], [1]]]
-    # on two ranks they are dealt in turn, and the second rank gets an empty one
-    assert common.plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [1]], [[2, 3], []]]
+    assert plan_micro_batches([9, 1, 8, 2], 1, 16) == [[[0], [2, 3], [1]]]
+    # on two ranks 20 / 2 = 10 tokens are enough: 9, then 8 (2 x 8 = 16 is too much), then 2 with 1 (2 x 2 = 4);
+    # they are dealt in turn, and the second rank gets an empty one
+    assert plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [3, 1]], [[2], []]]
 
 
 def test_plan_keeps_the_responses_of_a_prompt_together():
     # groups a (9, 1) and b (8, 2): a takes 2 x 9 = 18 tokens, a third row would make it 27; b takes 2 x 8
-    assert common.plan_micro_batches([9, 8, 1, 2], 1, 18, groups=[0, 1, 0, 1]) == [[[0, 2], [1, 3]]]
+    assert plan_micro_batches([9, 8, 1, 2], 1, 18, groups=[0, 1, 0, 1]) == [[[0, 2], [1, 3]]]
 
 
-@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_plan_gives_every_rank_a_share_of_a_large_budget():
+    # 40 tokens on two ranks: the budget becomes 20, which holds two rows of 10, instead of all four in one
+    assert plan_micro_batches([10] * 4, 1, 1000) == [[[0, 1, 2, 3]]]
+    assert plan_micro_batches([10] * 4, 2, 1000) == [[[0, 1]], [[2, 3]]]
+
+
+def test_fill_by_hand():
+    # 5 and 4 are 2 x 5 = 10; a third row would make it 15. 7 after 4 would pad 4 to 7: 2 x 7 = 14, so it is alone
+    assert fill([0, 1, 2, 3], [5, 4, 4, 7], 10) == [[0, 1], [2], [3]]
+    assert fill([0, 1], [30, 2], 10) == [[0], [1]]  # longer than the budget: alone
+    assert fill([], [], 10) == []
+
+
+def test_split_until_by_hand():
+    # padded sizes 3 x 4 = 12 and 2 x 9 = 18: the second is halved first, then the first, [0] and [1, 2]
+    lengths = [4, 4, 4, 9, 9]
+    assert split_until([[0, 1, 2], [3, 4]], lengths, 3) == [[0, 1, 2], [3], [4]]
+    assert split_until([[0, 1, 2], [3, 4]], lengths, 4) == [[3], [4], [0], [1, 2]]
+    assert split_until([[0]], lengths, 3) == [[0]]  # a single sequence cannot be cut
+
+
+# ------------------------------------------------ micro-batches --------------------------------------------
+def rollout(prompt, response, **values):
+    made = Rollout(prompt, response, torch.zeros(len(response)), True)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_micro_batch_by_hand():
+    a = rollout([1], [5, 6], advantage=0.5, old_logp=torch.tensor([-1.0, -2.0]))
+    b = rollout([1], [7], advantage=-2.0, old_logp=torch.tensor([-3.0]))
+    micro = MicroBatch([a, b], [0, 1], "cpu")
+    assert micro.length_T.tolist() == [2, 2, 1]
+    assert micro.mask_T.tolist() == [1, 1, 1]
+    assert micro.advantage_T.tolist() == [0.5, 0.5, -2.0]
+    assert micro.old_logp_T.tolist() == [-1, -2, -3]
+    assert micro.ref_logp_T is None
+    assert micro.per_token([True, False]).tolist() == [1, 1, 0]
+    assert micro.sequence_mean(torch.tensor([1.0, 3.0, 5.0])).tolist() == [2, 2, 5]
+    assert MicroBatch([a], [], "cpu", filler=True).mask_T.tolist() == [0, 0]
+
+
+def test_old_logprobs_of_a_single_minibatch_are_kept_without_a_gradient():
+    a, b = rollout([1], [5, 6]), rollout([1], [7])
+    micro = MicroBatch([a, b], [0, 1], "cpu")
+    assert micro.old_logp_T is None
+    logp_T = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    micro.keep_old_logp(logp_T)
+    assert micro.old_logp_T.tolist() == [-1, -2, -3] and not micro.old_logp_T.requires_grad
+    assert (a.old_logp.tolist(), b.old_logp.tolist()) == ([-1, -2], [-3])
+
+
+def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
+    policy, rollouts = make_policy(), random_rollouts(3)
+    shortest = min(rollouts, key=lambda r: len(r.prompt_ids) + len(r.response_ids))
+    policy.ranks, per_rank = 5, []
+    for policy.rank in range(5):
+        per_rank.append(list(policy.micro_batches(rollouts)))
+    assert [len(micros) for micros in per_rank] == [1] * 5
+    assert [micro.filler for (micro,) in per_rank] == [False] * 3 + [True] * 2
+    for (micro,) in per_rank[3:]:
+        assert micro.rollouts == [shortest] and micro.indices == [] and micro.mask_T.sum() == 0
+    assert list(policy.micro_batches([])) == []
+
+
+def test_pad_right_by_hand():
+    # Rows are prompt + response without its last token; position t predicts token t + 1.
+    # a: 1 2 | 5 6 7 -> row 1 2 5 6, tokens 5 6 7 are predicted by positions 1 2 3
+    # b: 3 | 8       -> row 3 0 0 0 (padded), token 8 is predicted by the row's position 0, which is 4 in the flat table
+    inputs, predict_from = pad_right([rollout([1, 2], [5, 6, 7]), rollout([3], [8])])
+    assert inputs["input_ids"].tolist() == [[1, 2, 5, 6], [3, 0, 0, 0]]
+    assert predict_from.tolist() == [1, 2, 3, 4]
+
+
+def test_pack_by_hand():
+    # One row of tokens: prompt 1 2, then 5 6 (of response 5 6 7), then 8 (of 8 9), which shares the prompt;
+    # then prompt 3, whose response 4 has one token, so nothing of it goes in.
+    a, b, c = rollout([1, 2], [5, 6, 7]), rollout([1, 2], [8, 9]), rollout([3], [4])
+    inputs, predict_from = fast.pack([a, b, c])
+    assert inputs["input_ids"].tolist() == [[1, 2, 5, 6, 8, 3]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
+    # attention sees the rows 1 2 5 6, 1 2 8 and 3, as indices of the tokens above
+    assert inputs["unpack"].tolist() == [[0, 1, 2, 3], [0, 1, 4, 0], [5, 0, 0, 0]]
+    # where each token stands among these rows; the shared prompt is read back from the first
+    assert inputs["pack"].tolist() == [0, 1, 2, 3, 6, 8]
+    # 5 6 7 are predicted by tokens 1 2 3, 8 9 by 1 4, 4 by 5
+    assert predict_from.tolist() == [1, 2, 3, 1, 4, 5]
+
+
+# ------------------------------------------------- log-probs -----------------------------------------------
+def by_the_model_itself(model, rollouts, temperature=1.0):
+    """(log-probs, entropies), both [T]: one response at a time through the model's own forward."""
+    logps, entropies = [], []
+    for r in rollouts:
+        logits = model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / temperature
+        distribution = logits[len(r.prompt_ids) - 1:-1].log_softmax(-1)
+        logps.append(distribution.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1))
+        entropies.append(-(distribution.exp() * distribution).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def share_a_prompt(rollouts):
+    for r in rollouts[2:]:
+        r.prompt_ids = rollouts[1].prompt_ids
+    return rollouts
+
+
+def gradients_of(policy, loss):
+    loss.backward()
+    return {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+
+
+def assert_same_gradients(got, expected):
+    for name, gradient in expected.items():
+        largest = max(1.0, float(gradient.abs().max()))
+        assert torch.allclose(got[name], gradient, atol=1e-4 * largest), name
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded", "plain"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_head_equals_full_logits(temperature, chunked, attention, monkeypatch):
-    """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle and shared prompts."""
-    policy, plain = make_policy(temperature=temperature, attention=attention), make_policy(temperature=temperature)
+def test_head_equals_full_logits(temperature, chunked, rows, monkeypatch):
+    """Log-probs and entropies to 1e-5, gradients to 1e-4, with chunks that cut responses in the middle."""
+    policy, other = make_policy(plain=rows == "plain"), make_policy()
+    if rows == "padded":  # what an architecture gets that cannot be packed
+        policy.packed = False
+        policy.model.set_attn_implementation("sdpa")
+    other.model.set_attn_implementation("eager")
     if chunked:
-        monkeypatch.setattr(_LogProbs, "ELEMENTS", {"cpu": 7 * policy.model.config.vocab_size})
-    rollouts = random_rollouts(6)
-    for r in rollouts[2:5]:
-        r.prompt_ids = rollouts[1].prompt_ids
-    micro = next(policy.micro_batches(rollouts))
-    logp, entropy = policy.logprobs(micro, entropy_grad=True)
-    expected_logp, expected_entropy = [], []
-    for r in micro.rollouts:
-        logits = plain.model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / temperature
-        distribution = torch.log_softmax(logits[len(r.prompt_ids) - 1:-1], -1)
-        expected_logp.append(distribution.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1))
-        expected_entropy.append(-(distribution.exp() * distribution).sum(-1))
-    expected_logp, expected_entropy = torch.cat(expected_logp), torch.cat(expected_entropy)
-    assert torch.allclose(logp, expected_logp, atol=1e-5) and torch.allclose(entropy, expected_entropy, atol=1e-5)
-    (logp.sum() + entropy.sum()).backward()
-    (expected_logp.sum() + expected_entropy.sum()).backward()
-    for (name, p), q in zip(policy.model.named_parameters(), plain.model.parameters()):
-        assert torch.allclose(p.grad, q.grad, atol=1e-4 * max(1.0, float(q.grad.abs().max()))), name
+        monkeypatch.setattr(fast.LogProbs, "ELEMENTS", {"cpu": 7 * policy.model.config.vocab_size})
+    micro = next(policy.micro_batches(share_a_prompt(random_rollouts(6))))
+    logp, entropy = policy.logprobs(micro, temperature)
+    expected_logp, expected_entropy = by_the_model_itself(other.model, micro.rollouts, temperature)
+    assert torch.allclose(logp, expected_logp, atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    weights = torch.linspace(-1, 1, len(logp))
+    got = gradients_of(policy, (weights * logp + entropy).sum())
+    assert_same_gradients(got, gradients_of(other, (weights * expected_logp + expected_entropy).sum()))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fast_head_equals_plain_head(tmp_path, name):
+    """On random models in training mode: log-probs, entropies and gradients; dropout is off."""
+    model = tiny_model(name, tmp_path)
+    rollouts = share_a_prompt(random_rollouts(5, vocabulary=64))
+    results = []
+    for plain in (False, True):
+        policy = make_policy(tmp_path, plain=plain)
+        assert policy.head.training and type(policy.head).__name__ == ("PlainHead" if plain else "FastHead")
+        micros = list(policy.micro_batches(rollouts))
+        order = [i for micro in micros for i in micro.indices]
+        (micro,) = micros
+        logp, entropy = policy.logprobs(micro, 0.8)
+        logps, entropies = logp.split(micro.sizes), entropy.split(micro.sizes)
+        gradients = gradients_of(policy, (logp + 0.5 * entropy).sum())
+        sort = sorted(range(5), key=order.__getitem__)
+        results.append((torch.cat([logps[i] for i in sort]), torch.cat([entropies[i] for i in sort]), gradients))
+    (logp, entropy, gradients), (plain_logp, plain_entropy, plain_gradients) = results
+    assert torch.allclose(logp, plain_logp, atol=1e-5) and torch.allclose(entropy, plain_entropy, atol=1e-5)
+    assert_same_gradients(gradients, plain_gradients)
+    with torch.no_grad():
+        expected, _ = by_the_model_itself(model, rollouts, 0.8)
+    assert torch.allclose(logp, expected, atol=1e-5)
 
 
 def test_packed_computes_every_prompt_once_and_no_padding():
     rollouts = random_rollouts(5)
     for r in rollouts:
         r.prompt_ids = rollouts[0].prompt_ids
-    for attention, expected in (("packed", len(rollouts[0].prompt_ids) + sum(len(r.response_ids) - 1 for r in rollouts)),
-                                ("sdpa", 5 * (len(rollouts[0].prompt_ids) + max(len(r.response_ids) for r in rollouts) - 1))):
-        policy, seen = make_policy(attention=attention), []
-        policy.model.base_model.layers[0].mlp.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[..., 0].numel()))
-        policy.logprobs(next(policy.micro_batches(rollouts)))
-        assert seen == [expected], attention
+    prompt, responses = len(rollouts[0].prompt_ids), [len(r.response_ids) for r in rollouts]
+    for plain, expected in ((False, prompt + sum(responses) - 5), (True, 5 * (prompt + max(responses) - 1))):
+        policy, seen = make_policy(plain=plain), []
+
+        def hook(module, args, out, seen=seen):
+            seen.append(out[..., 0].numel())
+
+        policy.model.base_model.layers[0].mlp.register_forward_hook(hook)
+        policy.logprobs(next(policy.micro_batches(rollouts)), 1.0)
+        assert seen == [expected], plain
 
 
 @pytest.mark.parametrize("window, packed", [(4, False), (3000, True)])
-def test_packed_gives_way_to_padded_rows_where_a_layer_does_not_see_the_whole_row(tmp_path, window, packed):
+def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, packed):
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, use_sliding_window=True, sliding_window=window, max_window_layers=1)
+    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1, use_sliding_window=True,
+                         sliding_window=window, max_window_layers=1)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     policy = make_policy(tmp_path)
-    assert policy.packed == packed and policy.model.config._attn_implementation == ("packed" if packed else "sdpa")
+    assert policy.packed == packed
+    assert policy.model.config._attn_implementation == ("packed" if packed else "sdpa")
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures_in_training_mode(tmp_path, name):
-    """Log-probs of shared prompts are those of each row alone, dropout is off, whatever attention the model has."""
-    model = tiny_model(name, tmp_path)
-    policy, rollouts = make_policy(tmp_path), random_rollouts(4, vocabulary=64)
-    for r in rollouts[1:3]:
-        r.prompt_ids = rollouts[0].prompt_ids
-    micro = next(policy.micro_batches(rollouts))
-    logp, _ = policy.logprobs(micro)
-    with torch.no_grad():
-        expected = [torch.log_softmax(model(torch.tensor([r.prompt_ids + r.response_ids])).logits[0, len(r.prompt_ids) - 1:-1], -1)
-                    .gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1) for r in micro.rollouts]
-    assert torch.allclose(logp, torch.cat(expected), atol=1e-5)
-
-
-def test_packed_gives_way_where_a_model_takes_no_further_arguments(monkeypatch, capsys):
+def test_a_model_that_takes_no_further_arguments_is_not_packed(monkeypatch, capsys):
     from transformers import Qwen2Model
-    forward = Qwen2Model.forward
-    monkeypatch.setattr(Qwen2Model, "forward", lambda self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-                        inputs_embeds=None, use_cache=None: forward(self, input_ids=input_ids, position_ids=position_ids))
-    assert not make_policy().packed and "cannot be packed" in capsys.readouterr().out
+    original = Qwen2Model.forward
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, use_cache=None):
+        return original(self, input_ids=input_ids, position_ids=position_ids)
+
+    monkeypatch.setattr(Qwen2Model, "forward", forward)
+    assert not make_policy().packed
+    assert "cannot be packed" in capsys.readouterr().out
+
+
+def test_an_architecture_with_other_logits_is_refused_and_plain_takes_it(tmp_path):
+    from transformers import CohereConfig, CohereForCausalLM
+    config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                          num_attention_heads=2, num_key_value_heads=1, logit_scale=0.0625, initializer_range=0.5)
+    model = CohereForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cohere does not compute its logits .* give --plain"):
+        make_policy(tmp_path)
+    policy = make_policy(tmp_path, plain=True)
+    micro = next(policy.micro_batches(random_rollouts(3, vocabulary=64)))
+    with torch.no_grad():
+        logp, _ = policy.logprobs(micro, 1.0)
+        expected, _ = by_the_model_itself(model, micro.rollouts)
+    assert torch.allclose(logp, expected, atol=1e-5)
 
 
 def test_gradient_checkpointing_changes_nothing():
-    gradients = []
+    rollouts, gradients = random_rollouts(6), []
     for flag in (False, True):
         policy = make_policy(gradient_checkpointing=flag)
-        micro = next(policy.micro_batches(random_rollouts(6)))
-        policy.backward(micro, -policy.logprobs(micro)[0])
-        gradients.append([p.grad for p in policy.model.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
-
-
-def test_two_optimizer_steps_by_hand():
-    """Adam (Kingma & Ba 2015, Algorithm 1) with decoupled weight decay, at each step's own rate, after clipping the gradient's norm."""
-    policy = make_policy(lr=1.0, weight_decay=0.1, grad_clip=1.0)  # the rate comes with the step
-    value = next(policy.model.parameters())
-    expected, m, v = value.detach().clone(), 0.0, 0.0
-    for t, (rate, norm) in enumerate([(1e-2, 2.0), (3e-2, 0.5)], start=1):  # the first gradient is clipped, the second is not
-        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(t))
-        grad *= norm / grad.norm()
-        value.grad, policy.sums = grad.clone(), {"loss": torch.tensor(0.0)}
-        assert policy.step(rate)["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        grad /= max(norm, 1.0)
-        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad ** 2
-        expected -= rate * (0.1 * expected + m / (1 - 0.9 ** t) / ((v / (1 - 0.999 ** t)).sqrt() + 1e-8))
-    assert torch.allclose(value, expected, atol=1e-6)
+        assert policy.model.is_gradient_checkpointing == flag
+        logp, _ = policy.logprobs(next(policy.micro_batches(rollouts)), 1.0)
+        gradients.append(gradients_of(policy, -logp.mean()))
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
 
 
 def test_entropy_of_a_flat_distribution():
     policy = make_policy()
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.zero_()
-    logp, entropy = policy.logprobs(next(policy.micro_batches(random_rollouts(2))))
+    logp, entropy = policy.logprobs(next(policy.micro_batches(random_rollouts(2))), 1.0)
     expected = math.log(policy.model.config.vocab_size)  # all logits equal: uniform over the vocabulary
     assert entropy.tolist() == pytest.approx([expected] * len(entropy), abs=1e-4)
     assert logp.tolist() == pytest.approx([-expected] * len(logp), abs=1e-4)
 
 
-def test_entropy_bonus_raises_entropy_and_clip_high_lets_a_rising_ratio_go_on():
-    policy = make_policy(lr=1e-3)
-    rollouts = random_rollouts(8)
-    before = None
-    for _ in range(2):
-        for micro in policy.micro_batches(rollouts):
-            logp, entropy = policy.logprobs(micro, entropy_grad=True)
-            policy.backward(micro, -entropy, entropy=entropy)
-        metrics = policy.step(1e-5)
-        before, after = metrics["entropy"] if before is None else before, metrics["entropy"]
-    assert after > before
-    # ratio 1.25 and a positive advantage: at clip_high 0.2 the gradient is cut off, at 0.28 it is not
-    for clip_high, flows in ((0.2, False), (0.28, True)):
-        logp = torch.tensor([math.log(1.25)], requires_grad=True)
-        rho = logp.exp()
-        torch.min(rho * 1.0, rho.clamp(0.8, 1 + clip_high) * 1.0).sum().backward()
-        assert bool(logp.grad.abs().sum() > 0) == flows
-
-
-def test_saved_model_loads_and_is_the_same(tmp_path, llama):
-    for source in (common.TOY, llama):  # tied and untied head
-        policy = make_policy(source)
-        with torch.no_grad():
-            for p in policy.model.parameters():
-                p.add_(0.01)
-        policy.save(tmp_path / "saved", AutoTokenizer.from_pretrained(source))
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        ids = torch.arange(5, 25)[None]
-        assert torch.equal(loaded(ids).logits, policy.model.eval()(ids).logits)
-        AutoTokenizer.from_pretrained(tmp_path / "saved")
-
-
-def test_an_architecture_with_other_logits_is_refused(tmp_path):
-    from transformers import CohereConfig, CohereForCausalLM
-    config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                          num_key_value_heads=1, logit_scale=0.0625)
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="cohere does not compute its logits"):
-        make_policy(tmp_path)
-
-
-def test_flops_per_token_by_hand(llama):
-    # untied Llama, hidden 64: the embedding does no matmul, everything else does; attention 12 x 2 layers x 64 x 100 / 2
+def test_stop_token_is_trained_although_pad_is_eos(llama):
+    """Masks come from lengths: with pad = eos the last token of a response still gets its log-prob and weight."""
     policy = make_policy(llama)
-    numbers = {n: p.numel() for n, p in policy.model.named_parameters()}
-    expected = 6 * (sum(numbers.values()) - numbers["model.embed_tokens.weight"]) + 12 * 2 * 64 * 50
-    assert policy.flops_per_token(100) == expected
+    eos = policy.model.config.eos_token_id
+    assert policy.model.config.pad_token_id == eos
+    short, long = random_rollouts(2, shortest=5, longest=6)
+    long.response_ids = long.response_ids * 4
+    short.response_ids[-1] = eos
+    micro = next(policy.micro_batches([short, long]))
+    logp, _ = policy.logprobs(micro, 1.0)
+    row = micro.rollouts.index(short)
+    at = sum(micro.sizes[:row + 1]) - 1  # where the end of the short response lies
+    expected, _ = by_the_model_itself(policy.model, [short])
+    assert float(logp[at].detach()) == pytest.approx(float(expected[-1].detach()), abs=1e-5)
+    assert float(micro.mask_T[at]) == 1 and float(micro.length_T[at]) == len(short.response_ids)
+
+
+# -------------------------------------------------- scoring ------------------------------------------------
+def test_score_sets_what_is_missing_and_nothing_else():
+    policy, rollouts = make_policy(micro_tokens=100), random_rollouts(6)
+    kept = torch.full((len(rollouts[2].response_ids),), -7.0)
+    rollouts[2].old_logp = kept
+    policy.score(rollouts, "old_logp", 0.7)
+    assert rollouts[2].old_logp is kept and rollouts[2].entropy is None
+    del rollouts[2]
+    with torch.no_grad():
+        logp, entropy = by_the_model_itself(policy.model, rollouts, 0.7)
+    assert torch.allclose(torch.cat([r.old_logp for r in rollouts]), logp, atol=1e-5)
+    assert torch.allclose(torch.cat([r.entropy for r in rollouts]), entropy, atol=1e-5)
+    assert all(r.ref_logp is None for r in rollouts)
+    entropies = [r.entropy for r in rollouts]
+    policy.score(rollouts, "ref_logp", 1.0)  # the reference's: the policy's entropies stay
+    assert all(r.entropy is entropy for r, entropy in zip(rollouts, entropies))
+    with torch.no_grad():
+        expected, _ = by_the_model_itself(policy.model, rollouts, 1.0)
+    assert torch.allclose(torch.cat([r.ref_logp for r in rollouts]), expected, atol=1e-5)
+    assert not any(r.ref_logp.requires_grad for r in rollouts)
+
+
+# --------------------------------------------- the optimizer step ------------------------------------------
+def test_two_optimizer_steps_by_hand(tmp_path):
+    """Adam (Kingma & Ba 2015, Algorithm 1) with decoupled weight decay, after clipping the gradient's norm.
+
+    The run's own policy and optimizer; the rate comes with the step, as in the scripts."""
+    run = common.Run(toy_args(ttrl, weight_decay=0.1, grad_clip=1.0, kl_coef=0.0, out=str(tmp_path / "run")))
+    value = next(run.policy.parameters())
+    expected, m, v = value.detach().clone(), 0.0, 0.0
+    steps = [(1e-2, 2.0), (3e-2, 0.5)]  # the first gradient is clipped, the second is not
+    for t, (rate, norm) in enumerate(steps, start=1):
+        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(t))
+        grad *= norm / grad.norm()
+        value.grad = grad.clone()
+        assert run.policy.clip_grad_norm(run.args.grad_clip) == pytest.approx(norm, rel=1e-4)
+        run.optimizer.param_groups[0]["lr"] = rate
+        run.optimizer.step()
+        grad /= max(norm, 1.0)
+        m = 0.9 * m + 0.1 * grad
+        v = 0.999 * v + 0.001 * grad ** 2
+        m_hat, v_hat = m / (1 - 0.9 ** t), v / (1 - 0.999 ** t)
+        expected -= rate * (0.1 * expected + m_hat / (v_hat.sqrt() + 1e-8))
+    assert torch.allclose(value, expected, atol=1e-6)
+
+
+def test_the_papers_learning_rate_moves_the_float32_weights():
+    """5e-7 is below half a bfloat16 step of most weights: these would stand still."""
+    policy = make_policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-7)
+    before = [p.detach().clone() for p in policy.parameters()]
+    logp, _ = policy.logprobs(next(policy.micro_batches(random_rollouts(6))), 1.0)
+    logp.mean().backward()
+    optimizer.step()
+    moved = sum(int((p.detach() != old).sum()) for p, old in zip(policy.parameters(), before))
+    assert moved > 0.5 * sum(old.numel() for old in before)
+    in_half = sum(int((p.detach().bfloat16() != old.bfloat16()).sum()) for p, old in zip(policy.parameters(), before))
+    assert in_half < 0.01 * sum(old.numel() for old in before)
+
+
+# ---------------------------------------------- loading and saving -----------------------------------------
+@pytest.mark.parametrize("source", ["tied", "untied"])
+def test_saved_model_loads_and_is_the_same(tmp_path, llama, source):
+    source = llama if source == "untied" else common.TOY_MODEL
+    policy = make_policy(source)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.01)
+    policy.save(tmp_path / "saved", AutoTokenizer.from_pretrained(source))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(5, 25)[None]
+    assert torch.equal(loaded(ids).logits, policy.model.eval()(ids).logits)
+    AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("damage, words", [
+    ("missing", "1 are missing or of another shape, among them model.norm.weight; they would be random"),
+    ("shape", "1 are missing or of another shape, among them model.norm.weight; they would be random"),
+    ("cut", "its weights cannot be read"),
+    ("gone", "its weights cannot be read")])
+def test_a_model_file_that_lacks_tensors_is_refused(tmp_path, llama, damage, words):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "missing":
+        del tensors["model.norm.weight"]
+    if damage == "shape":
+        tensors["model.norm.weight"] = torch.ones(3)
+    if damage == "gone":
+        file.unlink()
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=words) as error:
+        load_model(str(folder))
+    assert str(error.value).startswith(f"--model is '{folder}', but its weights") and "\n" not in str(error.value)

@@ -1,0 +1,614 @@
+r"""Reading answers out of responses, and deciding which answers are equal. All label-free methods rest on it.
+
+Every answer is turned into one key string, and two answers are equal if their keys are. So equality is
+symmetric and transitive by construction, and does not depend on the order of the answers or on which others
+are present.
+(math-verify's `verify(gold, answer)` has none of these properties; only its LaTeX parser is used here.)
+
+Numbers are equal if they are exactly equal: 0.5 is \frac12, but 0.333333 is not \frac13, as a tolerance would
+not be transitive. Percent signs, degrees and units are dropped: 9\% is 9. "x = 5" is 5. Lists are unordered,
+tuples are not.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from zlib import crc32
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Extraction
+# ------------------------------------------------------------------------------------------------------------
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(?<=\s)([-+]?\d[\d.,/]*))")  # \boxed{...} or \boxed 5
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\. skips the escaped \{ and \}
+_MARKUP = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|[{}$*]|\\[(),;! ]")
+# "A. 42" and "(A) 42" are choices, "A cat" is not: an article must not vote
+_CHOICE = re.compile(r"(?:\(\s*([A-D])\s*\)|([A-D])\s*[.:)]|([A-D])$)(?:.*)", re.DOTALL)
+
+
+def extract_answer(text: str, choices: bool = False) -> str | None:
+    r"""The content of the last \boxed{} (or \fbox{}) after the reasoning.
+
+    None if there is no box, or if the last one is left open: there is no fallback such as "the last number",
+    as a truncated response must not vote.
+    With `choices` (multiple choice), the letter A-D that the box holds, or None.
+
+    >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    >>> extract_answer(r"\boxed{1} and \boxed{\frac{1}{2") is None
+    True
+    """
+    text = text.rpartition("</think>")[2]
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    last = boxes[-1]
+    answer = _until_closed(text[last.end():]) if last[1] else last[2].rstrip(".,")
+    if choices:
+        answer = _choice(answer)
+    return answer or None
+
+
+def _until_closed(text: str) -> str:
+    """The text up to the brace that closes an open one before it; empty if nothing closes it."""
+    depth = 1
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return text[:brace.start()].strip()
+    return ""
+
+
+def _choice(answer: str) -> str | None:
+    letter = _CHOICE.fullmatch(_MARKUP.sub(" ", answer).strip())
+    return letter and (letter[1] or letter[2] or letter[3])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Normal form: one spelling for what LaTeX can write in many ways
+# ------------------------------------------------------------------------------------------------------------
+_LONGEST = 400  # characters; longer answers are compared as strings
+_UNITS = (
+    r"(?:square|sq|cubic|cu|per)?\s*(?:[cmk]?m|meters?|metres?|in|inch(?:es)?|feet|foot|ft|yards?|miles?|mph|"
+    r"kmh|degrees?|percent|cents?|dollars?|hours?|hrs?|minutes?|mins?|seconds?|secs?|days?|weeks?|months?|"
+    r"years?|[km]?g|grams?|lbs?|pounds?|liters?|litres?|units?|Hz|K|points?|people|ways)"
+)
+_NAME = r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{[^{}]*\})?(?:\([a-z]\))?"  # x, \theta, m_{max}, f(x)
+_UNICODE = str.maketrans({
+    "\u2212": "-",  # minus sign
+    "\u2013": "-",  # en dash
+    "\u03c0": r"\pi ",
+    "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ",
+    "\u00b0": r"^\circ ",
+    "\u221e": r"\infty ",
+    "\u2264": r"\le ",
+    "\u2265": r"\ge ",
+    "\u222a": r"\cup ",
+    "\u2208": r"\in ",
+})
+
+
+def _without_commas(match: re.Match) -> str:
+    return match[1].replace(",", "")
+
+
+def _lower(match: re.Match) -> str:
+    return match[0].lower()
+
+
+# Applied in this order, again and again until nothing changes.
+_REWRITES = [
+    (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\,(?=\d{3}(?!\d))", ""),  # 10,\!080 10{,}080 10\,080
+    (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|q?quad)(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
+    (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%", ""),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\(l|g)(?:eq|eqslant)(?![a-zA-Z])", r"\\\1e "),
+    (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
+    (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{", r"\\text{"),
+    # "1, 2 and 3" is a list
+    (r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
+    # a unit: 5 \text{ cm}^2
+    (r"(?<=[\d}i)])(?:[ /]*\\text\{(?! ?(?:if|for|when|where|is|mod|base)\b)[^{}a-zA-Z]*[a-zA-Z][^{}]*\}"
+     r"(?: ?\^ ?\{?-?\d\}?)?)+ ?$", ""),
+    # a unit: 5 cm
+    (rf"(?<=[\d}}])\s*(?:{_UNITS})\s*(?:\^\s*\{{?\d\}}?)?$", ""),
+    (r"^\s*([-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*$", _without_commas),  # 1,000 but not 1,2,3
+    (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 1 4/5
+    (r"\\text\{([^{}]*)\}", r" \1 "),
+    # only the space of "\cot x" means anything
+    (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),
+    (r"\s+", ""),
+    ("\0", " "),
+    (r"[,;]", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
+    # \frac12 and \sqrt2 and x^2
+    (r"\\frac ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
+    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
+    # .5 and 007
+    (r"(?<![\d.])\.(?=\d)", "0."),
+    (r"(?<![\d.])0+(?=\d)", ""),
+    # 142.0 and 0.50
+    (r"(?<=\d)\.0+(?![\d.])", ""),
+    (r"(?<=\d)(\.\d*?[1-9])0+(?![\d.])", r"\1"),
+    (r"^\(([A-Z])\)$", r"\1"),
+    (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
+    (r"[.,;: ]+$|^[, ]+", ""),
+    (r"^[a-zA-Z]{3,}$", _lower),
+]
+_REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _REWRITES]
+
+
+@lru_cache(maxsize=100_000)
+def normal_form(answer: str) -> str:
+    r"""One spelling of an answer, found by rewriting the string alone. Applied twice it changes nothing more.
+
+    >>> answers = (r"$\dfrac12$", "1,000", "142.0", r"3\text{ cm}", r"x = \left( 1,2 \right)", "(C)")
+    >>> [normal_form(answer) for answer in answers]
+    ['\\frac{1}{2}', '1000', '142', '3', '(1, 2)', 'C']
+    """
+    for _ in range(8):  # until nothing changes, which takes two or three rounds
+        before = answer
+        answer = " ".join(answer.translate(_UNICODE).split())
+        if len(answer.replace(" ", "")) > _LONGEST:  # regular expressions on hostile text take long
+            break
+        if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
+            answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
+        for pattern, replacement in _REWRITES:
+            answer = pattern.sub(replacement, answer)
+        answer = _without_names(answer)
+        if answer == before:
+            return answer
+    return "".join(answer.split())
+
+
+def _without_names(answer: str) -> str:
+    r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'; 'x=1, y=2' keeps the names it needs."""
+    named = [re.fullmatch(rf"({_NAME}) ?(?:=|\\in(?![a-zA-Z]) ?)(.+)", part) for part in _split(answer)]
+    if not all(named) or re.search(r"<|>|\\[lg]e(?![a-zA-Z])", answer):
+        return answer
+    if len({match[1] for match in named}) != 1:
+        return answer
+    return ", ".join(match[2].rpartition("=")[2] for match in named)
+
+
+def _depth_change(character: str) -> int:
+    """How a character changes the depth of brackets. Any kind closes any other: 0 < x <= 1 is (0, 1]."""
+    if character in "([{":
+        return 1
+    return -1 if character in ")]}" else 0
+
+
+def _split(text: str, separator: str = ",") -> list[str]:
+    """Split at the separators that stand outside all brackets."""
+    parts = []
+    depth = 0
+    last = 0
+    for i, character in enumerate(text):
+        depth += _depth_change(character)
+        if depth == 0 and text.startswith(separator, i):
+            parts.append(text[last:i].strip())
+            last = i + len(separator)
+    return [*parts, text[last:].strip()]
+
+
+def normal_gold(value) -> str | None:
+    r"""The gold answer of a data file, of any type: 142.0 -> '142', ['$2$', '3'] -> '2, 3', None -> None.
+
+    A list may spell one answer in several ways (Minerva does); the first spelling of each is kept.
+    """
+    if isinstance(value, (list, tuple)):
+        different = {_key_of(str(v)): normal_gold(v) for v in reversed(value)}
+        return ", ".join(reversed(different.values())) or None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if value is None else normal_form(str(value))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The budget of a step: hostile answers must not stop a run
+# ------------------------------------------------------------------------------------------------------------
+class GradingBudget:
+    """How many slow formulas one training step may still compute, and what it decided so far.
+
+    A formula may take one second of processor time; then it is given up. That is not enough if a policy
+    learns to write such formulas: 512 different ones, a step's answers, take ten minutes. So a step computes
+    at most five slow formulas, about five seconds: those that were given up and those that took more than
+    half a second. (Honest formulas take 2 to 300 ms.) After that, formulas that the step has not met yet are
+    compared by their normal forms, in microseconds: such answers may be taken for different when they are
+    equal, never for equal when they are different.
+
+    Every rank grades the same answers in the same order, and all ranks must come to the same classes. That is
+    why slow formulas are counted and there is no clock over the whole step, which would run out at another
+    answer on every rank. And that is why the cache of earlier steps and evaluations does not help: ranks may
+    have evaluated different answers, and a resumed run starts with an empty cache. So a slow formula counts
+    also if it is remembered, and once the budget is used up remembered formulas are passed over like all
+    others. What is left to chance is a formula that takes almost exactly half a second (or one), in a step
+    with five slow ones.
+    """
+
+    def __init__(self, slow: int):
+        self.slow_left = slow
+        self.passed_over = 0
+        """Formulas that were compared by normal form because no slow ones were left."""
+        self.formulas: dict[str, str | None] = {}
+        """Key of every formula met, so that no formula has two keys within a step."""
+        self.keys: dict[str, str] = {}
+        """Key of every answer met."""
+
+
+_open = threading.local()
+
+
+@contextmanager
+def grading_budget(slow: int = 5):
+    """All comparisons inside share one GradingBudget, which is yielded. To be opened once per training step.
+
+    Outside of it, every call of `equivalence_classes` and `answers_equal` has a budget of its own.
+    """
+    outer = getattr(_open, "budget", None)
+    _open.budget = GradingBudget(slow)
+    try:
+        yield _open.budget
+    finally:
+        _open.budget = outer
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Keys: equal answers have equal keys
+# ------------------------------------------------------------------------------------------------------------
+def equivalence_classes(answers: list[str | None]) -> list[int | None]:
+    r"""[N] answers -> [N] classes, numbered in order of first appearance; None (no answer) stays None.
+
+    >>> equivalence_classes(["0.5", None, r"\frac{1}{2}", "2", r"\sqrt{4}", "2, 3", "3, 2", "(2, 3)"])
+    [0, None, 0, 1, 1, 2, 2, 3]
+    """
+    if getattr(_open, "budget", None) is None:
+        with grading_budget():
+            return equivalence_classes(answers)
+    number: dict[str, int] = {}
+    classes = []
+    for answer in answers:
+        classes.append(None if answer is None else number.setdefault(_key_of(answer), len(number)))
+    return classes
+
+
+def answers_equal(a: str | None, b: str | None) -> bool:
+    """Whether both are answers, and of one class. None (no answer) equals nothing, not even None."""
+    return a is not None and b is not None and equivalence_classes([a, b]) == [0, 0]
+
+
+def _key_of(answer: str) -> str:
+    budget = getattr(_open, "budget", None)
+    if budget is None:
+        with grading_budget():
+            return _key_of(answer)
+    if answer not in budget.keys:
+        budget.keys[answer] = _key(normal_form(answer))
+    return budget.keys[answer]
+
+
+def _key(s: str, depth: int = 0) -> str:
+    """Takes lists, tuples, intervals, sets, unions and matrices apart down to numbers, formulas and words."""
+    if depth > 4 or len(s) > _LONGEST:
+        return s
+    if s.startswith(r"\{") and s.endswith(r"\}") and _enclosed(s[1:]):
+        return _key(s[2:-2].strip(), depth + 1)
+    elements = []
+    for part in _split(s):
+        elements += _both_signs(part)
+    if len(elements) > 1:
+        return "{" + "; ".join(sorted(_key(element, depth + 1) for element in elements)) + "}"
+    union = _split(s, r"\cup")
+    if len(union) > 1:
+        return "U".join(sorted(_key(part, depth + 1) for part in union))
+    if s[:1] in ("(", "[", "{") and _enclosed(s):
+        inside = [_key(part, depth + 1) for part in _split(s[1:-1])]
+        if len(inside) > 1:
+            return s[0] + "; ".join(inside) + s[-1]
+        if s[0] != "[":
+            return inside[0]
+    matrix = re.fullmatch(r"\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", s)
+    if matrix:
+        rows = re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].removesuffix("\\\\"))
+        return "matrix(" + " \\ ".join(_row_key(row, depth + 1) for row in rows) + ")"
+    interval = _interval(s)
+    if interval:
+        return _key(interval, depth + 1)
+    number = _number(s)
+    if number is not None:
+        return str(number)
+    return _formula(s) or s
+
+
+def _both_signs(s: str) -> list[str]:
+    r"""1\pm\sqrt{2} is a list of two."""
+    upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
+    return [upper, lower] if r"\pm" in s else [upper]
+
+
+def _row_key(row: str, depth: int) -> str:
+    return "; ".join(_key(cell, depth) for cell in row.split("&"))
+
+
+def _enclosed(s: str) -> bool:
+    """Whether the first bracket is closed by the last character, not before."""
+    depths = list(accumulate(_depth_change(character) for character in s))
+    return depths[-1] == 0 and 0 not in depths[:-1]
+
+
+def _interval(s: str) -> str | None:
+    r"""x\ge2 is [2, \infty), 0<x\le1 is (0, 1]. Other inequalities are compared as they are written."""
+    parts = re.split(r" ?(<|>|\\[lg]e(?![a-zA-Z])) ?", s)
+    if ">" in parts or r"\ge" in parts:  # read from right to left
+        mirrored = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
+        parts = [mirrored.get(part, part) for part in reversed(parts)]
+    if len(parts) == 3:
+        parts = [r"-\infty", "<", *parts] if re.fullmatch(_NAME, parts[0]) else [*parts, "<", r"\infty"]
+    if len(parts) != 5 or not re.fullmatch(_NAME, parts[2]) or not {parts[1], parts[3]} <= {"<", r"\le"}:
+        return None
+    start = "(" if parts[1] == "<" else "["
+    end = ")" if parts[3] == "<" else "]"
+    return f"{start}{parts[0]}, {parts[4]}{end}"
+
+
+_DECIMAL = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?", re.ASCII)
+_FRACTION = re.compile(r"([-+]?)(\d*)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|(?<!\d)(\d+)/(\d+))", re.ASCII)
+_POWER = re.compile(r"([-+]?)(?:(\d+(?:\.\d+)?)\\cdot )?(\d{1,9})\^\{(-?\d{1,3})\}", re.ASCII)
+
+
+def _number(s: str) -> Fraction | None:
+    r"""The value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}, 2^{-99}, 8.7\cdot10^{8}; else None."""
+    if len(s) > 60:
+        return None
+    if _DECIMAL.fullmatch(s):
+        return Fraction(s)
+    fraction = _FRACTION.fullmatch(s)
+    if fraction:
+        sign, whole, above, below, above_slash, below_slash = fraction.groups()
+        numerator = _number(above or above_slash)
+        denominator = _number(below or below_slash)
+        if numerator is None or not denominator:
+            return None
+        if whole and not (above + below).isdigit():  # a mixed number has whole parts
+            return None
+        value = int(whole or 0) + numerator / denominator
+        return -value if sign == "-" else value
+    power = _POWER.fullmatch(s)
+    if power:
+        base = int(power[3])
+        exponent = int(power[4])
+        defined = base or exponent > 0
+        if defined and len(power[3]) * abs(exponent) < 4000:
+            return Fraction(power[1] + (power[2] or "1")) * Fraction(base) ** exponent
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Formulas: their values at a few points, found in another process that may hang or die
+# ------------------------------------------------------------------------------------------------------------
+_COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
+    ln log exp lfloor rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon
+    zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi
+    Psi Omega""".split())
+_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
+    | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
+    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
+    | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
+    """, re.VERBOSE | re.ASCII)
+_GIVEN_UP = (None, True)  # no key, and slow
+_worker = None
+_owner = None
+_lock = threading.Lock()
+
+
+def _formula(s: str) -> str | None:
+    """The key of a formula or an equation; None if it cannot be computed: compared by normal form then.
+
+    Refused at once: words, numbers in other bases (52_8), sums, integrals, towers, large factorials.
+    """
+    if len(s) > 200 or _REFUSED.search(s) or not set(re.findall(r"\\([a-zA-Z]+|.)", s)) <= _COMMANDS:
+        return None
+    budget = getattr(_open, "budget", None)
+    if budget is None:
+        return _computed(s)[0]
+    if s not in budget.formulas and budget.slow_left == 0:
+        budget.formulas[s] = None
+        budget.passed_over += 1
+    if s not in budget.formulas:
+        key, slow = _computed(s)
+        budget.formulas[s] = key
+        budget.slow_left -= slow
+    return budget.formulas[s]
+
+
+def _exact(match: re.Match) -> str:
+    whole, decimals = match.groups()
+    return rf"\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
+
+
+@lru_cache(maxsize=100_000)
+def _computed(s: str) -> tuple[str | None, bool]:
+    """The worker's key of a formula, and whether it was slow (GradingBudget)."""
+    s = re.sub(r"(\d+)\.(\d+)", _exact, s)  # 0.1 is \frac{01}{10}, not a float
+    # the parser reads 3(4) and (3)4 as 3+4
+    s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
+    s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
+    with _lock:
+        worker = _running_worker()
+        try:
+            worker.stdin.write(s + "\n")
+            worker.stdin.flush()
+            reply = worker.stdout.readline()
+            return tuple(json.loads(reply)) if reply else _GIVEN_UP
+        except BaseException as error:  # never read the reply to this question as the reply to the next one
+            worker.kill()
+            if isinstance(error, OSError):
+                return _GIVEN_UP
+            raise
+
+
+def _running_worker() -> subprocess.Popen:
+    """The worker of this process; a new one if there is none, if it died, or if this is a fork."""
+    global _worker, _owner
+    if _worker is None or _owner != os.getpid() or _worker.poll() is not None:
+        _owner = os.getpid()
+        command = [sys.executable, __file__]
+        _worker = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if _worker.stdout.readline() != "ready\n":
+            raise RuntimeError("The answer checker did not start: pip install 'math-verify[antlr4_13_2]'")
+    return _worker
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From here on: inside the worker
+# ------------------------------------------------------------------------------------------------------------
+def _value_key(latex: str) -> str | None:
+    """An exact rational, or 40 digits of the value; with symbols, of the values at six points.
+
+    Both sides of an equation may be multiplied by a constant: the values are divided by the first.
+    """
+    import hashlib
+
+    import sympy
+
+    sides = [_parse(side) for side in latex.split("=")]
+    is_equation = len(sides) == 2
+    expr = sides[0] - sides[1] if is_equation else sides[0]
+    if expr.has(sympy.Derivative):  # dx/dt would be 0
+        return None
+    expr = _with_plain_symbols(expr.doit())
+    if expr.is_Rational and not is_equation:
+        return str(expr)
+    values = _values_at_points(expr)
+    if is_equation:
+        values = [(v / values[0]).evalf(60) for v in values[1:]] if expr.free_symbols else [sympy.nan]
+    if not all(v.is_number and v.is_finite for v in values):
+        return None
+    parts = [_real_and_imaginary(v) for v in values]
+    keys = [str(sympy.Float(real, 40)) + " " + str(sympy.Float(imaginary, 40)) for real, imaginary in parts]
+    if len(set(keys)) == 1:
+        keys = keys[:1]  # a constant: \sin^2x+\cos^2x
+    if len(keys) == 1 and not is_equation and not parts[0][1]:  # a rational number after all: \log_28
+        value = Fraction(str(parts[0][0]))
+        simple = value.limit_denominator(10**9)
+        if abs(value - simple) < abs(value) * Fraction(1, 10**35) or not value:
+            return str(simple)
+    key = ("=" if is_equation else "~") + " ".join(keys)
+    return key if len(key) < 200 else key[:40] + hashlib.sha256(key.encode()).hexdigest()
+
+
+def _parse(latex: str):
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+    config = ConversionConfig(lowercase_symbols=False)
+    return latex2sympy(latex, convert_degrees=True, normalization_config=None, conversion_config=config)
+
+
+def _with_plain_symbols(expr):
+    """Symbols without assumptions; f(x) is one unknown; i is the imaginary unit."""
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    unknowns = expr.free_symbols | expr.atoms(AppliedUndef)
+    names = {unknown: sympy.Symbol(str(unknown)) for unknown in unknowns}
+    return expr.xreplace(names).xreplace({sympy.Symbol("i"): sympy.I})
+
+
+def _values_at_points(expr) -> list:
+    """70 digits at each of six points (60 if something is rounded); a single value without symbols."""
+    import sympy
+
+    whole = expr.has(sympy.floor, sympy.ceiling)
+    points = 1
+    if expr.free_symbols:
+        points = 60 if whole else 6
+    values = []
+    for point in range(points):
+        coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
+        values.append(expr.xreplace(coordinates).evalf(70))
+    return values
+
+
+def _coordinate(name: str, point: int, whole: bool):
+    """The value of the symbol `name` at a point: the same in every formula."""
+    import sympy
+
+    seed = crc32(name.encode())
+    if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
+        return sympy.Integer(1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4])
+    if point < 2:
+        sign = (1, -1)[point]  # |x| is not x,
+    else:
+        sign = 1 - 2 * (seed >> (point - 2) & 1)  # |xy| is not xy,
+    size = 5000 + crc32(f"{name}{point}".encode()) % 9973
+    return sympy.Rational(sign * size * (1, 37)[point % 2], 7919)  # near and far: |x+2| is not x+2
+
+
+def _real_and_imaginary(value) -> list:
+    """[real part, imaginary part]."""
+    import sympy
+
+    # evalf marks a difference that cancelled to nothing by a precision of one bit
+    return [p if p.is_Float and p._prec > 1 else sympy.Float(0) for p in value.as_real_imag()]
+
+
+def _serve() -> None:
+    """The worker process: a formula per line in, [its key or null, whether it was slow] out.
+
+    A forked child does the work within one second of processor time. When it is killed, because it hangs in a
+    tower of powers or eats the memory, the next child is there at once, with everything imported. (Signals
+    would need the main thread, and cannot interrupt a multiplication of huge integers; processor time does
+    not depend on who else runs.)
+    """
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends when its parent does: its input is closed
+    _value_key(r"\frac{1}{2}x^{2}+\sqrt{2}-\sin(x)\cdot\pi")  # fills the parser's tables for all children
+    replies = os.dup(1)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.write(replies, b"ready\n")
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    while True:
+        child = os.fork()
+        if child == 0:
+            _answer_questions(replies)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+        os.write(replies, json.dumps(_GIVEN_UP).encode() + b"\n")
+
+
+def _answer_questions(replies: int) -> None:
+    """Runs in the child of the worker, until the input ends or a formula takes more than its second."""
+    import resource
+    import signal
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    for line in open(0, "rb", buffering=0):  # unbuffered: what the child has not read is the next child's
+        signal.setitimer(signal.ITIMER_PROF, 1.0)
+        start = time.process_time()
+        try:
+            key = _value_key(line.decode().strip())
+        except Exception:
+            key = None
+        slow = time.process_time() - start > 0.5
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(replies, json.dumps([key, slow]).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,97 @@
+"""The few things that everything else needs: errors, seeds, rollouts, and talking to the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+class UserError(Exception):
+    """Something the user can mend. Shown as one sentence, without a traceback."""
+
+
+def seed_of(*parts) -> int:
+    """A seed that derives from its parts alone, so that a resumed run repeats an uninterrupted one."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
+    number = int.from_bytes(digest, "big") // 2  # 47 bits
+    return number % 2**46 * 2**16  # room for 65,536 samples: sample i of a prompt draws from seed + i
+
+
+@dataclass
+class Request:
+    """n responses to one prompt. Sample i draws from the stream of seed + i."""
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(eq=False)
+class Rollout:
+    """One response. A script may set further attributes of its own (RESTRAIN: a_plus)."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """[T] sampled tokens, with the end-of-sequence token if the response finished."""
+    logprobs: torch.Tensor
+    """[T] float32, the sampler's log-probs of these tokens at rollout temperature."""
+    finished: bool
+    """False: cut off at max_new_tokens."""
+    text: str = ""
+    answer: str | None = None
+    """Content of the last \\boxed{}, None without one."""
+    old_logp: torch.Tensor | None = None
+    """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
+    ref_logp: torch.Tensor | None = None
+    """[T] log-probs under the frozen initial model."""
+    entropy: torch.Tensor | None = None
+    """[T] entropies (nats) over the whole vocabulary at rollout temperature, of the policy that sampled."""
+    advantage: float = 0.0
+
+
+def distributed() -> bool:
+    """Whether this process is one of torchrun's ranks. (Without ranks, vLLM opens a process group, too.)"""
+    return dist.is_initialized() and "RANK" in os.environ
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """(this process's rank, the number of ranks); (0, 1) without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
+
+
+def gather(item) -> list:
+    """The item of every rank, in rank order, on every rank."""
+    if not distributed():
+        return [item]
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def sharded(items: list, work) -> list:
+    """work(this rank's share of the items), one result per item: all results, in order, on every rank."""
+    rank, ranks = rank_and_ranks()
+    parts = gather(work(items[rank::ranks]))
+    return [parts[i % ranks][i // ranks] for i in range(len(items))]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside the file, sync, rename: a reader sees the old text or the new one, also after a crash."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in it durable: a rename is on disk only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

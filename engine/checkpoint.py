@@ -1,0 +1,97 @@
+"""Checkpoints that survive kill -9 and a full disk: written to one side, synced, checksummed, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from engine.base import UserError, distributed, gather, rank_and_ranks, sync_folder, write_atomically
+
+
+def complete(run_folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first. A folder gets its name only after everything in it is on disk."""
+    return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
+
+
+def newest(run_folder: Path) -> str:
+    """For messages: the newest complete checkpoint, or 'none'."""
+    return str(next(iter(complete(run_folder)), "none"))
+
+
+def state_of(policy, optimizer) -> dict:
+    """Weights and optimizer state by parameter name, so that another number of ranks can load them."""
+    model, optimizer = get_state_dict(policy.model, optimizer)
+    return dict(model=model, optimizer=optimizer)
+
+
+def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -> None:
+    """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
+
+    Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
+    rank, _ = rank_and_ranks()
+    final = run_folder / "checkpoints" / f"step_{step:08d}"
+    partial, error = final.with_suffix(".partial"), None
+    try:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        gather(None)
+        dcp.save(state_of(policy, optimizer), checkpoint_id=partial, no_dist=not distributed())
+        if rank == 0:
+            sums = {f.name: checksum(f) for f in sorted(partial.iterdir())}
+            write_atomically(partial / "state.json", json.dumps(dict(step=step, files=sums)))
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync_folder(final.parent)
+            for old in complete(run_folder)[keep:]:
+                shutil.rmtree(old)
+    except (Exception, CheckpointException) as e:  # full disk, lost mount
+        reason = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+        free = shutil.disk_usage(run_folder).free >> 20
+        reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        error = f"{reason}; {free} MiB are free on this disk"
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+    if errors := [e for e in gather(error) if e]:
+        raise UserError(f"the checkpoint of step {step} could not be written to {final.parent} "
+                        f"({errors[0]}); the last good checkpoint is {newest(run_folder)}.")
+
+
+def restore(run_folder: Path, policy, optimizer, say=print) -> int:
+    """Load the newest checkpoint that is complete and undamaged; its step, 0 if there is none."""
+    rank, _ = rank_and_ranks()
+    for folder in complete(run_folder):
+        step, error = 0, None
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            step = int(state["step"])
+            wrong = [n for n, s in state["files"].items() if rank == 0 and checksum(folder / n) != s]
+            error = f"{wrong[0]} is damaged" if wrong else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            error = f"state.json: {type(e).__name__} {e}"
+        if error := next((e for e in gather(error) if e), None):
+            say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
+            continue
+        loaded = state_of(policy, optimizer)
+        try:
+            dcp.load(loaded, checkpoint_id=folder, no_dist=not distributed())
+        except (CheckpointException, ValueError) as e:
+            raise UserError(f"{folder} does not fit --model: it is a checkpoint of another model "
+                            f"({str(e).strip().splitlines()[0]}).") from None
+        set_state_dict(policy.model, optimizer, model_state_dict=loaded["model"],
+                       optim_state_dict=loaded["optimizer"])
+        say(f"Resumed from {folder}")
+        return step
+    say(f"No usable checkpoint in {run_folder}: starting from step 1.")
+    return 0
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,316 @@
+"""Problems and prompts: the benchmarks and files to load, and how a question is put to the model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.answers import extract_answer, normal_gold
+from engine.base import UserError, seed_of
+
+
+@dataclass
+class Problem:
+    question: str
+    answer: str | None = None
+    """Gold answer. For evaluation and for logging label accuracy, never for a label-free reward."""
+    id: int = 0
+    choices: bool = False
+    """Multiple choice: the answer is a letter."""
+    prompt_ids: list[int] = field(default_factory=list)
+    row: dict = field(default_factory=dict, repr=False)
+    """The whole row of the data set, for methods that need its other columns."""
+
+
+class Benchmark(NamedTuple):
+    hub_id: str
+    split: str | None = None
+    size: int = 0
+    """Problems that it is known to have; some sets are counted with their duplicates."""
+    question: str = ""
+    answer: str = ""
+    configs: tuple = (None,)
+
+
+GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+MATH = tuple("algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
+             "precalculus".split())
+STEM = ("abstract_algebra astronomy college_biology college_chemistry college_computer_science "
+        "college_mathematics college_physics computer_security conceptual_physics electrical_engineering "
+        "elementary_mathematics high_school_biology high_school_chemistry high_school_computer_science "
+        "high_school_mathematics high_school_physics high_school_statistics machine_learning").split()
+BENCHMARKS = {
+    # all six papers
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, "problem", "answer"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, "problem", "answer"),
+    # EVOL-RL, SCRL, RESTRAIN, Dynamic RL
+    "aime25": Benchmark("math-ai/aime25", "test", 30, "problem", "answer"),
+    # TTRL, EVOL-RL, SCRL, ETTRL: 2022 and 2023; RESTRAIN, Dynamic RL: the AMC23 of Qwen2.5-Math's evaluation
+    "amc": Benchmark("AI-MO/aimo-validation-amc", "train", 83, "problem", "answer"),
+    "amc23": Benchmark("math-ai/amc23", "test", 40, "question", "answer"),
+    # SCRL, RESTRAIN; RESTRAIN; RESTRAIN, with the 18 subjects of Qwen2.5-Math's evaluation
+    "minerva": Benchmark("math-ai/minervamath", "test", 272, "question", "answer"),
+    "olympiad": Benchmark("math-ai/olympiadbench", "test", 675, "question", "final_answer"),
+    "mmlu_stem": Benchmark("cais/mmlu", "test", 3018, "question", "answer", ("all",)),
+    # EVOL-RL, RESTRAIN: diamond; SCRL: all 448 (appendix B.1)
+    "gpqa": Benchmark("Idavidrein/gpqa", "train", 198, "Question", GPQA[0], ("gpqa_diamond",)),
+    "gpqa_main": Benchmark("Idavidrein/gpqa", "train", 448, "Question", GPQA[0], ("gpqa_main",)),
+    # for training: EVOL-RL, Dynamic RL; RESTRAIN (DAPO-14k); Dynamic RL; Dynamic RL
+    "math_train": Benchmark("EleutherAI/hendrycks_math", "train", 7500, "problem", "solution", MATH),
+    "dapo": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", 14_116, "prompt", "solution", ("en",)),
+    "dapo_17k": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", 17_398, "prompt", "solution", ("all",)),
+    "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
+}
+TOY = Path(__file__).parent.parent / "toy"
+TOYS = {"toy": "train.jsonl", "toy_test": "test.jsonl", "toy_ood": "ood.jsonl"}
+FILES = (".json", ".jsonl", ".csv", ".parquet")
+QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
+ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth target expected_answer "
+                 "Correct_Answer reward_model solution").split()
+
+
+# ------------------------------------------------ problems ------------------------------------------------
+def load_problems(name: str, question_field: str = "", answer_field: str = "",
+                  quiet: bool = False) -> list[Problem]:
+    """Problems of a benchmark's short name, a Hub id, or a local .json, .jsonl, .csv or .parquet file.
+
+    The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
+    Problems with the same text are kept once. A benchmark of another size than known gives a warning.
+    Raises UserError on an unknown name, a missing column, an empty or broken file."""
+    rows, source = _read(name)
+    if name == "mmlu_stem":
+        rows = [row for row in rows if row.get("subject") in STEM]
+    if not rows:
+        raise UserError(f"{source} holds no problems.")
+    benchmark = BENCHMARKS.get(name, Benchmark(name))
+    columns = {str(column).replace(" ", "_"): column for column in rows[0]}
+    question = question_field or benchmark.question or _first(QUESTION_FIELDS, columns)
+    named = answer_field or benchmark.answer
+    answer = named or _first(ANSWER_FIELDS, columns)  # rows need not have one that is only found
+    if not question:
+        raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
+                        f"--question_field.")
+    needed = {question, named, *(GPQA if GPQA[1] in rows[0] else ())} - {""}
+    problems, seen = [], set()
+    for number, row in enumerate(rows, 1):
+        where = f"{source}, row {number}"
+        if missing := sorted(needed - row.keys()):
+            raise UserError(f"{where} has no column '{missing[0]}' (columns: {', '.join(row)}).")
+        text = _user_turn(row[question])
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{where}: column '{question}' holds no text.")
+        gold, choices, right = row.get(answer) if answer else None, [], None
+        if GPQA[1] in needed:
+            choices, right = [row[column] for column in GPQA], 0
+        elif isinstance(row.get("choices"), list):  # MMLU: which one, counted from 0; elsewhere: its letter
+            choices, right = row["choices"], "ABCD".index(gold) if gold in list("ABCD") else gold
+            if len(choices) > 4 or right not in range(len(choices)):
+                raise UserError(f"{where}: column '{answer}' must name the right one of at most 4 choices.")
+        if choices:  # GPQA's first is right: shuffled, with a seed of the question's own, alike in every run
+            order = random.Random(seed_of("choices", text)).sample(range(len(choices)), len(choices))
+            lines = [f"{letter}. {str(choices[i]).strip()}" for letter, i in zip("ABCD", order)]
+            text, gold = text + "\n\n" + "\n".join(lines), "ABCD"[order.index(right)]
+        elif answer == "solution" and "\\boxed" in str(gold):  # MATH
+            gold = extract_answer(str(gold))
+        elif answer == "solution" and len(str(gold)) > 49:  # a text without an answer; DAPO's is the answer
+            gold = None
+        text = text.strip().encode(errors="replace").decode()  # no half surrogate pairs
+        if text not in seen:
+            seen.add(text)
+            problems.append(Problem(text, _gold(gold), len(problems), bool(choices), row=row))
+    if not quiet:
+        known = sum(p.answer is not None for p in problems)
+        column = f"answer column '{answer}'" if answer else "no answer column"
+        print(f"{name}: {len(problems)} problems from {source}, question column '{question}', {column} "
+              f"({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
+        if benchmark.size not in (0, len(problems), len(rows)):
+            print(f"Warning: {name} should have {benchmark.size} problems, but {source} has {len(problems)}.",
+                  flush=True)
+    return problems
+
+
+def _first(names: list[str], columns: dict[str, str]) -> str:
+    return next((columns[name] for name in names if name in columns), "")
+
+
+def _user_turn(value):
+    """The first user turn of a chat; any other value as it is."""
+    if not isinstance(value, list):
+        return value
+    turns = [turn for turn in value if isinstance(turn, dict) and turn.get("role", "user") == "user"]
+    return turns[0].get("content") if turns else None
+
+
+def _gold(value) -> str | None:
+    """The gold answer as text. None, NaN and empty text are no answer."""
+    if isinstance(value, dict):  # DAPO's reward_model column
+        value = value.get("ground_truth")
+    values = value if isinstance(value, list) else [value]
+    values = [v for v in values if v is not None and v == v and str(v).strip()]
+    return normal_gold(values if len(values) > 1 else values[0]) if values else None
+
+
+def _read(name: str) -> tuple[list[dict], str]:
+    """The rows of a benchmark, Hub data set or local file, and where they came from."""
+    path = TOY / TOYS[name] if name in TOYS else Path(name).expanduser()
+    kind, source, hint = path.suffix.lower(), str(path), ""
+    if kind in FILES and not path.is_file():
+        raise UserError(f"there is no file {path}.")
+    if name not in BENCHMARKS and kind not in FILES and ("/" not in name or path.is_file()):
+        raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
+                        f"owner/name, or a local {', '.join(FILES[:-1])} or {FILES[-1]} file.")
+    try:
+        if kind == ".csv":
+            rows = _read_csv(path)
+        elif kind == ".parquet":
+            rows = _load_dataset("parquet", data_files=source, split="train", streaming=True)  # no cache
+        elif kind in FILES:
+            rows = _read_json(path, lines=kind == ".jsonl")
+        else:
+            benchmark, rows = BENCHMARKS.get(name, Benchmark(name)), []
+            source, hint = benchmark.hub_id, " from the Hub (no network, gated, or no such name?)"
+            for config in benchmark.configs:
+                rows += _load_dataset(source, config, split=benchmark.split)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{source} cannot be read{hint}: {_reason(error)}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{source} must hold a list of objects, each with a question.")
+    return rows, source
+
+
+def _load_dataset(*args, **options) -> list[dict]:
+    import datasets  # not above: it takes half a second, and the toy does without
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
+    data = datasets.load_dataset(*args, **options)
+    if isinstance(data, dict):  # all splits
+        data = data[next((split for split in ("test", "train") if split in data), next(iter(data)))]
+    return list(data)
+
+
+def _read_csv(path: Path) -> list[dict]:
+    """Every field as it is written. `datasets` shifts the columns if rows are longer than the header, reads
+    the answers 007 and None as 7 and nothing, and refuses integers of more than 64 bits."""
+    with path.open(encoding="utf-8-sig", newline="") as file:  # -sig: spreadsheets write a byte order mark
+        reader = csv.DictReader(file, strict=True)
+        rows, columns = list(reader), reader.fieldnames or []
+    if len(set(columns)) < len(columns):
+        raise UserError(f"{path} has two columns of the same name (columns: {', '.join(columns)}).")
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise UserError(f"{path}, row {number} has more fields than the header.")
+    return rows
+
+
+def _read_json(path: Path, lines: bool):
+    """`datasets` reads {"data": [...]} as one row and does not say which line is broken."""
+    text = path.read_text(encoding="utf-8-sig")
+    values = []
+    for number, part in enumerate(text.split("\n") if lines else [text]):  # splitlines(): also at U+2028
+        try:
+            values += [json.loads(part)] if part.strip() else []
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number + error.lineno} is not valid JSON: {error.msg}.") from None
+    if lines or not values:
+        return values
+    if isinstance(values[0], dict):  # {"data": [...]}
+        return next((value for value in values[0].values() if isinstance(value, list)), None)
+    return values[0]
+
+
+def _reason(error: Exception) -> str:
+    """One line: the first of the error, or of what caused it (`datasets` says only that there was one)."""
+    return (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ------------------------------------------------- prompts ------------------------------------------------
+SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
+SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
+STYLES = ("system", "suffix", "plain")
+_CUT = "\ufdd0"  # Unicode keeps this code point for programs' own use: no text has it
+
+
+def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
+    """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may add a
+    system turn: see --show_prompt."""
+    if style == "plain":
+        return tokenizer.encode(text + "\n\n")
+    return tokenizer.encode(_chat(tokenizer, text), add_special_tokens=False)
+
+
+def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
+    """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
+
+    system: the instruction is the system turn. suffix: it follows the question (SCRL). plain: no chat
+    template, for base models. Raises UserError if the chat template fails."""
+    if max_tokens and len(question) > 20 * max_tokens:  # not tokenized: no text has 20 characters a token
+        return []
+    # A special token in a question is text, so that no data set can end the user's turn: it is cut in two,
+    # and the pieces are tokenized one by one. Without one there is one piece, tokenized as always.
+    question = _special_tokens(tokenizer).sub(_cut, question)
+    first, *rest = _prompt_text(tokenizer, question, style).split(_CUT)
+    ids = tokenizer.encode(first, add_special_tokens=style == "plain")  # a template brings its own
+    for piece in rest:
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids if not max_tokens or len(ids) <= max_tokens else []
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer) -> re.Pattern:
+    """Those of the tokenizer, and added ones in angle brackets: <think> acts as one without being called so.
+
+    (split_special_tokens=True would leave <think> whole, and split the template's own tokens as well.)"""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()
+              if len(token.content) > 1 and (token.special or token.content[0] + token.content[-1] == "<>")]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")  # without any: never matches
+
+
+def _cut(token: re.Match) -> str:
+    half = len(token[0]) // 2
+    return token[0][:half] + _CUT + token[0][half:]
+
+
+def _prompt_text(tokenizer, question: str, style: str) -> str:
+    if style == "plain":
+        return f"Question: {question}\n{SYSTEM}\nAnswer:"
+    if style == "suffix":
+        return _chat(tokenizer, question + SUFFIX)
+    try:
+        text = _chat(tokenizer, question, SYSTEM)
+    except UserError:  # Gemma's: "System role not supported"
+        text = ""
+    # A template that drops the system turn and names that role does so on purpose, as the toy's does.
+    if not text or SYSTEM not in text and "system" not in str(tokenizer.chat_template):
+        text = _chat(tokenizer, f"{SYSTEM}\n\n{question}")
+        _say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
+                  f"before the question, in the user turn")
+    return text
+
+
+def _chat(tokenizer, user: str, system: str = "") -> str:
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": user})
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({_reason(error)}); mend it or "
+                        f"give --prompt plain.") from None
+
+
+@lru_cache
+def _say_once(text: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
+
+
+def show_prompt(tokenizer, prompt_ids: list[int]) -> str:
+    """The text that the model reads, special tokens and all, for --show_prompt."""
+    return tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,53 @@
+"""Sentence embeddings for EVOL-RL, through sentence-transformers."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from transformers.utils import cached_file
+
+from engine.base import UserError
+
+
+class Embedder:
+    """texts -> unit vectors: a list of n tensors [d] on the CPU.
+
+    The model is loaded at first use and takes GPU memory only while it works. A text longer than its limit
+    loses its beginning. Raises UserError if anything fails: a run never goes on without embeddings."""
+
+    def __init__(self, name: str):
+        self.name, self.path, self.model = name, name, None
+        try:
+            if name.startswith("package:"):
+                package = import_module(name.removeprefix("package:"))
+                self.path = str(Path(package.__file__).parent / "model")
+            cached_file(self.path, "modules.json")  # without it, any language model would be pooled somehow
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"--embedder is {name!r}, but must be a Hub id, a folder or package:NAME of a "
+                            f"sentence-transformers model: {reason}") from None
+
+    def __call__(self, texts: list[str]) -> list[torch.Tensor]:
+        if not texts:
+            return []
+        cuda = torch.cuda.is_available()
+        try:
+            if self.model is None:
+                from sentence_transformers import SentenceTransformer
+                options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
+                self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
+                self.model.tokenizer.truncation_side = "left"
+            self.model.to("cuda" if cuda else "cpu")
+            vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
+            vectors = vectors.float().cpu()
+            if not vectors.isfinite().all():
+                raise ValueError("embeddings are not finite")
+        except Exception as error:
+            raise UserError("the responses could not be embedded with --embedder "
+                            f"{self.name!r}: {error}") from error
+        if cuda:
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+        return list(torch.nn.functional.normalize(vectors, dim=-1))

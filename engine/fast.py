@@ -1,0 +1,149 @@
+"""Log-probs without padding and without full logits. Equal, by test, to the plain path of engine/policy.py.
+
+Packed: a micro-batch is one row of tokens that holds each different prompt once and then its responses; only
+attention sees rows of prompt + response. Chunked head: logits exist for a few tokens at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from engine.base import Rollout
+
+
+# ------------------------------------------------ packed attention ------------------------------------------
+def pack(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+    """(model inputs, predict_from [T]): one row with each different prompt once, then its responses.
+
+    A response's last token predicts nothing and is left out. `unpack` [rows, longest] says which token of the
+    row stands where in a (right-padded) row of prompt + response, `pack` [tokens] where a token stands among
+    those rows, and `predict_from` which token of the row predicts each response token: the one before it."""
+    longest = max(len(r.prompt_ids) + len(r.response_ids) - 1 for r in rollouts)
+    input_ids, positions, unpack, place, predict_from = [], [], [], [], []
+    tokens_of_prompt: dict[tuple, range] = {}
+    for row, rollout in enumerate(rollouts):
+        prompt = tokens_of_prompt.get(tuple(rollout.prompt_ids))
+        if prompt is None:
+            prompt = range(len(input_ids), len(input_ids) + len(rollout.prompt_ids))
+            tokens_of_prompt[tuple(rollout.prompt_ids)] = prompt
+            input_ids += rollout.prompt_ids
+            positions += range(len(prompt))
+            place += range(row * longest, row * longest + len(prompt))
+        response = range(len(input_ids), len(input_ids) + len(rollout.response_ids) - 1)
+        input_ids += rollout.response_ids[:-1]
+        positions += range(len(prompt), len(prompt) + len(response))
+        first = row * longest + len(prompt)
+        place += range(first, first + len(response))
+        tokens = [*prompt, *response]
+        unpack.append(tokens + [0] * (longest - len(tokens)))
+        predict_from += tokens[len(prompt) - 1:]
+    inputs = dict(input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([positions]),
+                  unpack=torch.tensor(unpack), pack=torch.tensor(place))
+    return inputs, torch.tensor(predict_from)
+
+
+def packed_attention(module, query, key, value, attention_mask, unpack=None, pack=None, **options):
+    """Attention of rows that lie packed in one row of tokens: [1, heads, tokens, d] -> [1, tokens, heads, d].
+
+    Padding is on the right, so causal attention never sees it and needs no mask. Without `unpack` and `pack`
+    this is ordinary causal attention."""
+    if unpack is None:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    def to_rows(x):
+        table = x[0].transpose(0, 1).flatten(1)                     # [tokens, heads * d]
+        # embedding is indexing, table[unpack], with a faster gradient
+        rows = F.embedding(unpack, table)                           # [rows, longest, heads * d]
+        return rows.unflatten(-1, x.shape[1::2]).transpose(1, 2)    # [rows, heads, longest, d]
+
+    out, _ = sdpa_attention_forward(module, to_rows(query), to_rows(key), to_rows(value), None, **options)
+    table = out.flatten(0, 1).flatten(1)                            # [rows * longest, heads * d]
+    return F.embedding(pack[None], table).unflatten(-1, out.shape[2:]), None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+# -------------------------------------------------- chunked head --------------------------------------------
+class FastHead(torch.nn.Module):
+    """The model with its head applied to response positions only, by chunks. FSDP shards it as the root."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float):
+        """(log-prob of the target, entropy), both [T], of logits / temperature."""
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1)[predict_from]  # [T, d]
+        head = self.model.get_output_embeddings()
+        return LogProbs.apply(hidden, head.weight, head.bias, targets, temperature)
+
+
+class LogProbs(torch.autograd.Function):
+    """(log-prob of the target, entropy in nats), both [T], of (hidden @ weight.T + bias) / temperature.
+
+    Logits exist for one chunk of rows at a time; the backward pass computes them again and turns them into
+    their own gradient in place. With p the probabilities, H the entropy, 1 the one-hot target:
+        d logp / d logits = (1 - p) / temperature,      d H / d logits = -p (log p + H) / temperature"""
+    # a chunk's logits: 64 MiB on a CPU, 1 GiB on a GPU, whatever the vocabulary
+    ELEMENTS = {"cpu": 2 ** 24, "cuda": 2 ** 28}
+
+    @staticmethod
+    def chunks(hidden, weight):
+        rows = max(1, LogProbs.ELEMENTS.get(hidden.device.type, 2 ** 28) // len(weight))
+        return [slice(i, i + rows) for i in range(0, len(hidden), rows)]
+
+    @staticmethod
+    def logits(hidden, weight, bias, temperature):
+        logits = F.linear(hidden, weight, bias).float()
+        return logits.div_(temperature) if temperature != 1 else logits
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature):
+        logp, entropy, log_z = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        for rows in LogProbs.chunks(hidden, weight):
+            logits = LogProbs.logits(hidden[rows], weight, bias, temperature)
+            target = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            largest = logits.amax(-1)
+            weights = logits.sub_(largest[:, None]).exp()
+            z = weights.sum(-1)
+            entropy[rows] = z.log() - weights.mul_(logits).sum(-1) / z
+            log_z[rows] = largest + z.log()
+            logp[rows] = target - log_z[rows]
+            del logits, weights  # or the next chunk's logits are made beside these
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy):
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        if grad_entropy is not None and not grad_entropy.any():  # --entropy_coef 0
+            grad_entropy = None
+        for rows in LogProbs.chunks(hidden, weight):
+            scale = torch.zeros_like(log_z[rows]) if grad_logp is None else grad_logp[rows] / ctx.temperature
+            grad = LogProbs.logits(hidden[rows], weight, bias, ctx.temperature).sub_(log_z[rows, None])
+            if grad_entropy is None:
+                grad = grad.exp_().mul_(-scale[:, None])
+            else:
+                factor = grad_entropy[rows, None] / ctx.temperature
+                grad = grad.exp().neg_().mul_((grad + entropy[rows, None]).mul_(factor).add_(scale[:, None]))
+            grad.scatter_add_(-1, targets[rows, None], scale[:, None])
+            if bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            else:
+                grad_weight += grad.T @ hidden[rows]
+            del grad
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None

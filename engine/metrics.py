@@ -1,0 +1,155 @@
+"""Grading with gold answers, and what shows how a run goes. Gold never reaches a label-free reward."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+from engine.answers import answers_equal, equivalence_classes
+from engine.base import seed_of
+
+
+def mean(values) -> float:
+    """Of any iterable of numbers; 0 if it is empty."""
+    values = list(values)
+    return sum(values) / max(len(values), 1)
+
+
+def majority(classes: list[int | None]) -> int | None:
+    """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
+    counts = Counter(c for c in classes if c is not None)
+    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
+
+
+# ------------------------------------------------ evaluation ------------------------------------------------
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of P(one of k samples is correct) from n samples: 1 - C(n-c, k) / C(n, k).
+
+    Chen et al. 2021, Eq. 1."""
+    return 1.0 if n - correct < k else 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 64) -> float:
+    """P(the majority of k of these responses is right), over seeded random subsets of size k.
+
+    With k the number of responses there is one subset, so 0 or 1."""
+    if k >= len(classes):
+        return float(majority(classes) in right)
+    draw = random.Random(seed_of("maj", k, classes))
+    return mean(majority(draw.sample(classes, k)) in right for _ in range(subsets))
+
+
+def grade(problem, responses: list) -> dict:
+    """Verdicts of one problem's responses against its gold answer, as plain numbers."""
+    classes = equivalence_classes([r.answer for r in responses])
+    right = {None: False}  # one comparison per class, not per response
+    for c, r in zip(classes, responses):
+        if c not in right:
+            right[c] = problem.answer is not None and answers_equal(r.answer, problem.answer)
+    return dict(known=problem.answer is not None, correct=[right[c] for c in classes], classes=classes,
+                majority=right[majority(classes)], length=[len(r.response_ids) for r in responses],
+                answered=[r.answer is not None for r in responses],
+                truncated=[not r.finished for r in responses],
+                distinct=len({r.text for r in responses}) / len(responses))
+
+
+def summary(graded: list[dict]) -> dict[str, float]:
+    """The row of one benchmark: pass@1 with its standard error over problems, pass@k, maj@k, lengths, shares.
+
+    Scores are over the problems with a gold answer, and left out if there is none."""
+    known = [g for g in graded if g["known"]]
+    samples, row = len(graded[0]["correct"]), {}
+    if known:
+        rates = [mean(g["correct"]) for g in known]
+        row["pass@1"] = mean(rates)
+        variance = sum((rate - row["pass@1"]) ** 2 for rate in rates) / max(len(rates) - 1, 1)
+        row["stderr"] = math.sqrt(variance / len(rates))
+        for k in (2 ** i for i in range(1, samples.bit_length())):
+            row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)
+        for k in sorted({*(2 ** i for i in range(1, samples.bit_length())), samples}):
+            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], right_classes(g), k) for g in known)
+    for name in ("length", "answered", "truncated"):
+        row[name] = mean(mean(g[name]) for g in graded)
+    row["distinct"] = mean(g["distinct"] for g in graded)
+    return row
+
+
+def right_classes(verdicts: dict) -> set[int]:
+    """The answer classes that are right, from what `grade` returned."""
+    return {c for c, correct in zip(verdicts["classes"], verdicts["correct"]) if correct}
+
+
+def by_majority(graded: list[dict], parts: int = 4) -> dict[str, dict[str, float]]:
+    """How many, pass@1 and pass@n, of problems by their majority answer's votes. RESTRAIN Figures 2, 7."""
+    found: dict[str, list[dict]] = {}
+    for verdicts in graded:
+        votes = Counter(c for c in verdicts["classes"] if c is not None)
+        share = max(votes.values(), default=0) / len(verdicts["classes"])
+        part = min(int(share * parts), parts - 1)
+        found.setdefault(f"{100 * part // parts}-{100 * (part + 1) // parts}%", []).append(verdicts)
+    table = {}
+    for name in sorted(found):
+        row = dict(problems=len(found[name]))
+        row["pass@1"] = mean(mean(verdicts["correct"]) for verdicts in found[name])
+        row["pass@n"] = mean(any(verdicts["correct"]) for verdicts in found[name])
+        table[name] = row
+    return table
+
+
+# ------------------------------------------------- training -------------------------------------------------
+def step_metrics(groups: list[dict]) -> dict[str, float]:
+    """Means over the prompts of a step. groups: what Run.log_group kept, one per prompt."""
+    rows = [group_metrics(group) for group in groups]
+    names = dict.fromkeys(name for row in rows for name in row)
+    metrics = {}
+    for name in names:
+        metrics[name] = mean(row[name] for row in rows if name in row)
+    responses = [r for group in groups for r in group["responses"]]  # ETTRL's groups are not all of one size
+    metrics["length"] = mean(len(r.response_ids) for r in responses)
+    metrics["answered"] = mean(r.answer is not None for r in responses)
+    metrics["truncated"] = mean(not r.finished for r in responses)
+    return metrics
+
+
+def group_metrics(group: dict) -> dict[str, float]:
+    """One prompt's votes: all that can be said without gold, and, if there is gold, how right they are."""
+    responses, rewards, label = group["responses"], group["rewards"], group["label"]
+    trained = [r for i, r in enumerate(responses) if i in group["trained"]]
+    answers = equivalence_classes([r.answer for r in responses])
+    counts = {c: answers.count(c) for c in answers if c is not None}
+    row = dict(
+        reward=mean(rewards),
+        majority_ratio=max(counts.values(), default=0) / len(answers),      # of the most frequent answer
+        zero_variance=float(all(r.advantage == 0 for r in trained)),        # this prompt teaches nothing
+        distinct=len({r.text for r in responses}) / len(responses),         # different texts
+        distinct_answers=len(counts),
+        label_coverage=float(bool(label)),                                  # the script did not abstain
+        negative_coverage=float(bool(group["negatives"])))
+    if winners := [r.advantage for r in trained if r.advantage > 0]:
+        row["positive_advantage"] = mean(winners)  # ETTRL Figure 3
+    gold = group["prompt"].answer
+    if gold is None:
+        return row
+    right_classes = {c for c in counts if answers_equal(responses[answers.index(c)].answer, gold)}
+    correct = [c in right_classes for c in answers]
+    row["batch_pass@1"] = mean(correct)
+    scored = [(float(r.entropy.mean()), ok) for r, ok in zip(responses, correct) if r.entropy is not None]
+    for name, wanted in (("entropy_right", True), ("entropy_wrong", False)):  # SCRL Table 8
+        if any(ok == wanted for _, ok in scored):
+            row[name] = mean(entropy for entropy, ok in scored if ok == wanted)
+    if group["negatives"]:
+        wrong = [responses[group["classes"].index(c)].answer for c in group["negatives"]]
+        row["negative_accuracy"] = mean(not answers_equal(answer, gold) for answer in wrong)
+    row["majority_accuracy"] = float(bool(counts) and max(counts, key=counts.get) in right_classes)
+    if label:  # the script did not abstain: is its label right, and how many responses did it judge rightly?
+        weight = sum(label.values())
+        judged = []
+        for c, share in label.items():
+            members = [own == c for own in group["classes"]]
+            agree = mean(member == ok for member, ok in zip(members, correct))
+            right = mean(ok for member, ok in zip(members, correct) if member)
+            judged.append((share / weight, right, agree))
+        row["label_accuracy"] = sum(share * right for share, right, _ in judged)
+        row["reward_accuracy"] = sum(share * agree for share, _, agree in judged)
+    return row

@@ -1,0 +1,153 @@
+"""Options: ranges declared on the fields of Args, the command line, and how a script starts and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import tyro
+
+from engine.base import UserError, distributed, gather
+
+
+# ------------------------------------------------------- ranges ---------------------------------------------
+@dataclass(frozen=True)
+class Between:
+    """Allowed values of an option: low <= value <= high; `above`: low < value; infinity only if `high` is."""
+    low: float
+    high: float = math.inf
+    above: bool = False
+    finite: bool = True
+
+    def holds(self, value) -> bool:
+        if math.isnan(value) or self.finite and math.isinf(value):
+            return False
+        return (value > self.low if self.above else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            if self.above:
+                return f"above {self.low:g} and at most {self.high:g}"
+            return f"between {self.low:g} and {self.high:g}"
+        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
+        return low + ("" if self.finite else ", or inf")
+
+
+Count = Annotated[int, Between(1)]
+CountOrZero = Annotated[int, Between(0)]
+NonNegative = Annotated[float, Between(0)]
+NonNegativeOrInf = Annotated[float, Between(0, finite=False)]
+Positive = Annotated[float, Between(0, above=True)]
+Share = Annotated[float, Between(0, 1)]
+PositiveShare = Annotated[float, Between(0, 1, above=True)]
+Finite = Annotated[float, Between(-1e30)]
+Seed = Annotated[int, Between(0, 2**62)]
+
+
+def out_of_range(args) -> list[str]:
+    """One sentence per option whose value is outside its declared range: flag, value, what is allowed."""
+    sentences = []
+    for name, hint in typing.get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        for allowed in getattr(hint, "__metadata__", ()):
+            if isinstance(allowed, Between) and value is not None and not allowed.holds(value):
+                sentences.append(f"--{name} is {value!r}, but must be {allowed}.")
+    return sentences
+
+
+# ---------------------------------------------------- command line ------------------------------------------
+def parse(args_class: type, toy: dict):
+    """Command line -> args. Defaults: the toy's without --model, with --resume those of the run resumed."""
+    description = sys.modules[args_class.__module__].__doc__
+    given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in sys.argv[1:] if a.startswith("--")}
+    is_toy = not given & {"model", "help"} and "-h" not in sys.argv
+    default = args_class(**toy) if is_toy else args_class()
+    args = tyro.cli(args_class, default=default, description=description)
+    if getattr(args, "resume", False):
+        return parse_resumed(args_class, args, description)
+    if is_toy and int(os.environ.get("RANK", 0)) == 0:
+        overrides = " ".join(f"--{k} {v}" for k, v in toy.items() if k not in given)
+        print("No --model given, so this runs the built-in toy with these overrides of the paper's values:\n"
+              f"  {overrides}", flush=True)
+    return args
+
+
+def parse_resumed(args_class: type, args, description: str):
+    """The arguments of the run in --out, and what is given beside them, which wins and is said."""
+    if not args.out:
+        raise UserError("--resume needs --out, the folder of the run to go on with.")
+    run = read_run(Path(args.out))
+    if run["script"] != script_name():
+        raise UserError(f"--resume: {args.out} is a run of {run['script']}.py.")
+    known = {k: v for k, v in run["args"].items() if k in args_class.__dataclass_fields__}
+    known["trust_remote_code"] = False  # never taken from a folder
+    args = tyro.cli(args_class, default=args_class(**known), description=description)
+    for name, value in dataclasses.asdict(args).items():
+        if name not in ("resume", "out", "trust_remote_code") and value != known.get(name):
+            if name in ("model", "dataset"):
+                raise UserError(f"--{name} is {value!r}, but the run in {args.out} has {known.get(name)!r}; "
+                                "start a new run.")
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"Resuming with another --{name}: {value} (was {known.get(name)})", flush=True)
+    return args
+
+
+def read_run(folder: Path) -> dict:
+    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
+    path = folder / "run.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(run["script"], str) and isinstance(run["args"], dict):
+            return run
+        reason = "it lacks the script or its arguments"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
+    raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on with.")
+
+
+def script_name() -> str:
+    """The name that run folders and run.json know a script by: ttrl.py is ttrl."""
+    return Path(sys.argv[0]).stem
+
+
+def launch(main, args_class: type, toy: dict) -> None:
+    """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
+    try:
+        main(parse(args_class, toy))
+    except UserError as error:
+        leave_after(error)
+    if distributed() and "vllm" not in sys.modules:
+        # leave together, and at once: a rank that unwinds while another still talks to it may abort
+        gather(None)
+        dist.destroy_process_group()
+        leave(0)
+
+
+def leave_after(error: UserError) -> None:
+    """Show the error and exit with code 2."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:  # most errors are every rank's: rank 0 says so, and torchrun ends the others while they wait
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+    where = f" on rank {rank}" if rank else ""
+    print(f"Error{where}: {error}", file=sys.stderr, flush=True)
+    leave(2)
+
+
+def leave(code: int) -> None:
+    """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,334 @@
+"""The policy: a Hugging Face model under FSDP2 that gives log-probs of responses, by micro-batches."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import fast
+from engine.base import Rollout, UserError, distributed, gather, rank_and_ranks
+
+
+# -------------------------------------------------- micro-batches -------------------------------------------
+def fill(order: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Cut sequences, in this order, into micro-batches of padded size (longest x count) within the budget."""
+    micros, longest = [], 0
+    for i in order:
+        longest = max(longest, lengths[i]) if micros else lengths[i]
+        if micros and longest * (len(micros[-1]) + 1) <= budget:
+            micros[-1].append(i)
+        else:
+            micros.append([i])
+            longest = lengths[i]
+    return micros
+
+
+def split_until(micros: list[list[int]], lengths: list[int], ranks: int) -> list[list[int]]:
+    """Halve the micro-batch of the largest padded size until every rank has one or none can be halved."""
+    def padded_size(micro: list[int]) -> tuple[bool, int]:
+        return len(micro) > 1, max(lengths[i] for i in micro) * len(micro)
+
+    while len(micros) < ranks and any(len(micro) > 1 for micro in micros):
+        largest = max(micros, key=padded_size)
+        micros.remove(largest)
+        half = len(largest) // 2
+        micros += [largest[:half], largest[half:]]
+    return micros
+
+
+def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
+                       groups: list[int] | None = None) -> list[list[list[int]]]:
+    """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
+
+    Sorted by group (if given) and length, so that little is padding; padded size within the token budget if
+    one sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP
+    hangs when ranks disagree. Every rank computes the plan of all ranks from the same lengths: no
+    communication."""
+    def group_and_length(i: int) -> tuple[int, int]:
+        return groups[i] if groups else 0, -lengths[i]
+
+    def total_length(micro: list[int]) -> int:
+        return sum(lengths[i] for i in micro)
+
+    if ranks > 1:  # micro-batches filled to the budget would leave the last ranks little to do
+        budget = min(budget, max(max(lengths), sum(lengths) // ranks))
+    order = sorted(range(len(lengths)), key=group_and_length)
+    micros = split_until(fill(order, lengths, budget), lengths, ranks)
+    if groups:  # ranks wait for each other: those who take turns should have as much to do
+        micros.sort(key=total_length, reverse=True)
+    micros += [[] for _ in range(-len(micros) % ranks)]
+    return [micros[rank::ranks] for rank in range(ranks)]
+
+
+class MicroBatch:
+    """Some responses of one optimizer step. Tensors [T] hold their response tokens, one after another."""
+
+    def __init__(self, rollouts: list[Rollout], indices: list[int], device, filler: bool = False):
+        self.rollouts, self.indices, self.device, self.filler = rollouts, indices, device, filler
+        self.sizes = [len(r.response_ids) for r in rollouts]
+        self.length_T = self.per_token(self.sizes)                              # of the token's response
+        self.mask_T = torch.zeros_like(self.length_T) if filler else torch.ones_like(self.length_T)
+        self.advantage_T = self.per_token([r.advantage for r in rollouts])
+        self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
+        self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
+
+    def per_token(self, values: list[float]) -> torch.Tensor:
+        """[T] one number per response, repeated over its tokens."""
+        values = torch.tensor(values, dtype=torch.float32, device=self.device)
+        return values.repeat_interleave(torch.tensor(self.sizes, device=self.device))
+
+    def cat(self, tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """[T] one tensor per response, one after another; None if a response has none."""
+        if any(tensor is None for tensor in tensors):
+            return None
+        return torch.cat(tensors).float().to(self.device)
+
+    def keep_old_logp(self, logp_T: torch.Tensor) -> None:
+        """These log-probs are those of the policy that sampled: the ratio is 1, its gradient is not 0."""
+        self.old_logp_T = logp_T.detach()
+        for r, old_logp in zip(self.rollouts, self.old_logp_T.cpu().split(self.sizes)):
+            r.old_logp = old_logp
+
+    def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
+        """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
+        return torch.cat([part.mean().expand(len(part)) for part in values_T.split(self.sizes)])
+
+
+# ------------------------------------------------------ plain path ------------------------------------------
+def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+    """(model inputs [rows, longest], predict_from [T]): one row of prompt + response per response.
+
+    predict_from: for each response token, the position in the flattened rows that predicts it."""
+    rows = [r.prompt_ids + r.response_ids[:-1] for r in rollouts]  # a response's last token predicts nothing
+    longest = max(len(row) for row in rows)
+    # padding is on the right, so that causal attention never sees it
+    input_ids = [row + [0] * (longest - len(row)) for row in rows]
+    predict_from = []
+    for i, rollout in enumerate(rollouts):
+        first = i * longest + len(rollout.prompt_ids) - 1  # position t predicts token t + 1
+        predict_from += range(first, first + len(rollout.response_ids))
+    return dict(input_ids=torch.tensor(input_ids)), torch.tensor(predict_from)
+
+
+class PlainHead(torch.nn.Module):
+    """What FastHead computes, the obvious way: the model's own logits, all of them, at every position."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float):
+        logits = self.model(**inputs, use_cache=False).logits.float()  # [rows, longest, V]
+        logits = logits.flatten(0, 1)[predict_from] / temperature  # [T, V]
+        logp = logits.log_softmax(-1)
+        entropy_T = -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T
+
+
+# ------------------------------------------------------ the policy ------------------------------------------
+class Policy:
+    """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
+
+    Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits."""
+
+    def __init__(self, model: str, device, dtype, trainable: bool = True,
+                 gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
+                 max_length: int = 0, trust_remote_code: bool = False):
+        self.device, self.trainable, self.micro_tokens = device, trainable, micro_tokens
+        self.rank, self.ranks = rank_and_ranks()
+        self.packed = not plain and can_pack(model, max_length, trust_remote_code)
+        if not plain and not self.packed and trainable and self.rank == 0:
+            print(f"The architecture of {model} cannot be packed: micro-batches are padded rows.", flush=True)
+        self.model = load_model(model, trust_remote_code)
+        self.model.set_attn_implementation("packed" if self.packed else "sdpa")
+        turn_off_dropout(self.model)
+        if trainable and gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        head = PlainHead if plain else fast.FastHead
+        self.head = head(self.model).train(trainable)
+        self.head.requires_grad_(trainable)
+        self._shard(dtype)
+
+    def _shard(self, dtype) -> None:
+        """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Cast group by
+        group, so that a rank never holds the whole model in float32: until then the weights are the
+        checkpoint's, memory-mapped."""
+        layers = decoder_layers(self.model)
+        stored = torch.float32 if self.trainable else dtype
+        if not distributed():
+            self.model.to(stored)
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        mesh = init_device_mesh(self.device.type, (self.ranks,))
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for group in [*layers, self.head]:
+            for parameter in group.parameters():
+                if type(parameter) is torch.nn.Parameter:  # not yet sharded
+                    parameter.data = parameter.data.to(stored)
+            # the reference is mostly idle: its root, too, goes back to shards after the forward pass
+            reshard = None if self.trainable or group is not self.head else True
+            fully_shard(group, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+
+    def parameters(self):
+        return self.model.parameters()
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
+
+        Of logits / temperature: the distribution that was sampled from."""
+        inputs, predict_from = (fast.pack if self.packed else pad_right)(micro.rollouts)
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
+        return self.head(inputs, predict_from.to(self.device), targets, temperature)
+
+    def micro_batches(self, rollouts: list[Rollout]):
+        """This rank's micro-batches, at most micro_tokens padded tokens each; equally many on every rank."""
+        if not rollouts:
+            return
+        lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
+        order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
+        # packed: one prompt's responses stay together
+        prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]
+        for indices in plan_micro_batches(lengths, self.ranks, self.micro_tokens, prompts)[self.rank]:
+            if indices:
+                yield MicroBatch([rollouts[i] for i in indices], indices, self.device)
+            else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero
+                shortest = min(range(len(rollouts)), key=lengths.__getitem__)
+                yield MicroBatch([rollouts[shortest]], [], self.device, filler=True)
+
+    @torch.no_grad()
+    def score(self, rollouts: list[Rollout], into: str, temperature: float) -> None:
+        """Set log-probs [T] as `into` ("old_logp" or "ref_logp") of the rollouts that have none yet.
+
+        "old_logp" sets `entropy` [T], too. One forward pass, shared by the ranks; set on all of them."""
+        todo = [r for r in rollouts if getattr(r, into) is None]
+        mine = {}
+        for micro in self.micro_batches(todo):
+            logp_T, entropy_T = self.logprobs(micro, temperature)
+            logps = logp_T.cpu().split(micro.sizes)
+            entropies = entropy_T.cpu().split(micro.sizes)
+            for i, logp, entropy in zip(micro.indices, logps, entropies):
+                mine[i] = (logp, entropy)
+        for part in gather(mine):
+            for i, (logp, entropy) in part.items():
+                setattr(todo[i], into, logp)
+                if into == "old_logp":
+                    todo[i].entropy = entropy
+
+    def clip_grad_norm(self, largest: float) -> float:
+        """Scale the gradients to a norm, over all ranks, of at most `largest`; returns the norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest, foreach=True)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def named_tensors(self, dtype):
+        """(name, full tensor of this type) of every parameter, a tied one once.
+
+        A collective: the tensors are gathered from the ranks one at a time."""
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach().to(dtype)  # cast first: the ranks send each other the smaller type
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+    def save(self, folder: Path, tokenizer) -> None:
+        """Hugging Face format, loadable by from_pretrained; written to one side and renamed."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True) if distributed() else None
+        state = get_model_state_dict(self.model, options=options)
+        if self.rank:
+            return
+        if self.model.config.get_text_config().tie_word_embeddings:
+            state = {k: v for k, v in state.items() if k not in (self.model._tied_weights_keys or {})}
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self.model.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+
+# ------------------------------------------------------- loading --------------------------------------------
+def load_model(path: str, trust_remote_code: bool = False):
+    """The model in its checkpoint's own type, memory-mapped. Raises UserError if weights are missing."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True)  # refused below, by name
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model is '{path}', but its weights cannot be read: {reason}") from None
+    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if wrong:
+        raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
+                        f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
+                        "random.")
+    return model
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The list of the model's layers, found by its length, whatever the architecture calls it."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    return lists[0]
+
+
+def turn_off_dropout(model) -> None:
+    """Dropout would make the sampler and the trainer two different policies."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and type(value) in (int, float):
+                setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def can_pack(path: str, max_length: int, trust_remote_code: bool = False) -> bool:
+    """Whether packed rows and our head give this architecture's own log-probs; tried on a small copy of it.
+
+    Not packed: a sliding window shorter than max_length, recurrence, a forward that takes no further
+    arguments. Raises UserError if padded rows do not give them either (some architectures scale or cap their
+    logits)."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    text.vocab_size, text.num_hidden_layers = min(text.vocab_size, 64), 2
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1] + text.layer_types[-1:]
+    window = getattr(text, "sliding_window", None) or math.inf
+    whole = {"full_attention", "sliding_attention" if window >= max_length else ""}
+    kinds = {*(getattr(text, "layer_types", None) or ["sliding_attention"])}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).float().eval()
+    turn_off_dropout(model)
+    # random logits are so small that a cap on them would not show
+    model.get_output_embeddings().weight.mul_(50)
+    a, b = (Rollout([5, 6, 7], ids, torch.zeros(0), True) for ids in ([8, 9, 10], [11, 12, 13, 14]))
+    expected = []
+    for r in (a, b):  # one at a time, through the model's own forward
+        ids = torch.tensor([r.prompt_ids + r.response_ids])
+        logp = model(input_ids=ids).logits[0, 2:-1].float().log_softmax(-1)
+        expected.append(logp.gather(-1, ids[0, 3:, None]).squeeze(-1))
+    targets = torch.tensor(a.response_ids + b.response_ids)
+
+    def agrees(rows) -> bool:
+        inputs, predict_from = rows([a, b])
+        logp, _ = fast.FastHead(model)(inputs, predict_from, targets, 1.0)
+        return torch.allclose(logp, torch.cat(expected), atol=1e-3)
+
+    if kinds <= whole and model._supports_sdpa:
+        model.set_attn_implementation("packed")
+        try:
+            if agrees(fast.pack):
+                return True
+        except TypeError:  # a forward that takes no further arguments
+            pass
+        model.set_attn_implementation("sdpa")
+    if not agrees(pad_right):
+        raise UserError(f"the architecture {config.model_type} does not compute its logits as head(hidden "
+                        "states), which engine/fast.py relies on; give --plain.")
+    return False

@@ -1,0 +1,229 @@
+"""A run's plumbing: start-up, time, signals, the log, checkpoints. No number of an update is made here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from engine import checkpoint
+from engine.base import Rollout, UserError, gather
+from engine.data import Problem, encode_prompt, load_problems, show_prompt
+from engine.metrics import mean, step_metrics
+from engine.runfolder import RunFolder
+from engine.setup import has_vllm, read_model, start_processes
+
+
+class Plumbing:
+    """Base of common.Run, which adds what touches the numbers: models, sampling, evaluation."""
+
+    # -- before weights are loaded ---------------------------------------------------------------------------
+    def prepare(self, args, model_path: str, train: bool) -> None:
+        """Arguments, tokenizer, data, processes, run folder. Raises UserError if something is wrong."""
+        self.args, self.model_path, self.trains = args, model_path, train
+        if bad := args.errors():
+            raise UserError("\n       ".join(bad))
+        torch.manual_seed(args.seed)
+        if not args.model:
+            torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
+        self.config, self.tokenizer, self.stop_ids = read_model(model_path, args)
+        self._load_data()
+        if args.show_prompt:
+            self._show_prompt()
+        self.device, self.rank, self.ranks = start_processes()
+        self.folder = RunFolder(args, self.rank, self.ranks, self.device)
+        self.say, self.out = self.folder.say, self.folder.path
+        bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.engine = args.sampler if args.sampler != "auto" else "vllm" if has_vllm() else "hf"
+        if args.plain:
+            self.engine = "plain"
+        self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, {self.ranks} rank(s) "
+                 f"on {self.device.type}, stop ids {self.stop_ids}")
+        self.first_step, self.stop_signal, self.bad_steps = 1, 0, 0
+        self.begin_step(0)
+
+    def _load_data(self) -> None:
+        args = self.args
+        self.problems = self._load(args.dataset, train=True) if self.trains and args.dataset else []
+        self.benchmarks = {}
+        for name in [name.strip() for name in args.eval.split(",") if name.strip()]:
+            self.benchmarks[name] = self.problems if name == "train" else self._load(name)
+        if self.problems and len(self.problems) < args.prompts_per_batch:
+            raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
+                            f"{len(self.problems)}, the problems of --dataset: a batch holds none twice.")
+        if getattr(args, "labels", "") == "gold":
+            if not self.problems or any(p.answer is None for p in self.problems):
+                raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold "
+                                "answer.")
+        if not all(self.benchmarks.values()):
+            raise UserError(f"--eval is {args.eval!r}, but 'train' has no problems: --dataset is empty.")
+        for name, ids in args.own_prompts(self.tokenizer).items():
+            if len(ids) > args.max_prompt_tokens:
+                raise UserError(f"{name} has {len(ids)} tokens, more than --max_prompt_tokens; raise it.")
+        self.count_steps()
+
+    def count_steps(self) -> None:
+        """Rollout batches of the whole run: --steps, else those of --epochs."""
+        args = self.args
+        self.total_steps = args.steps or args.epochs * (len(self.problems) // args.prompts_per_batch)
+        if self.trains and not self.total_steps:
+            raise UserError("there is nothing to train on: --dataset is empty; name one.")
+
+    def _load(self, name: str, train: bool = False) -> list[Problem]:
+        """Problems with their prompts. Overlong ones: left out of training, without one in evaluation."""
+        args, quiet = self.args, int(os.environ.get("RANK", 0)) != 0
+        fields = (args.question_field, args.answer_field) if train or not self.trains else ("", "")
+        problems = load_problems(name, *fields, quiet=quiet)
+        for p in problems:
+            p.prompt_ids = encode_prompt(self.tokenizer, p.question, args.prompt, args.max_prompt_tokens)
+        kept = [p for p in problems if p.prompt_ids]
+        if len(kept) < len(problems) and not quiet:
+            print(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
+                  f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}", flush=True)
+        return kept if train else problems
+
+    def _show_prompt(self) -> None:
+        """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
+        prompts = {}
+        for name, problems in {"--dataset": self.problems, **self.benchmarks}.items():
+            if problems and "first problem" not in str(prompts):
+                prompts[f"first problem of {name}"] = problems[0].prompt_ids
+        for name, ids in (prompts | self.args.own_prompts(self.tokenizer)).items():
+            print(f"--- {name}: {len(ids)} tokens\n{show_prompt(self.tokenizer, ids)}")
+        sys.exit(0)
+
+    # -- around the loop -------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
+        if self.args.resume:
+            self.first_step = checkpoint.restore(self.out, self.policy, self.optimizer, self.say) + 1
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, self._on_signal)
+        self.folder.start(self.first_step, self.total_steps)
+        if self.first_step == 1 and self.benchmarks:
+            self.folder.log(0, self.evaluate())
+
+    def steps(self):
+        """Numbers of the rollout batches still to do, from 1 on."""
+        for step in range(self.first_step, self.total_steps + 1):
+            self.begin_step(step)
+            yield step
+
+    def begin_step(self, step: int) -> None:
+        """Forget what the last step left for the log. Step 0: before the first."""
+        self.step, self.began, self.seconds, self.running = step, time.time(), {}, None
+        self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
+        self.logp_diff, self.tokens = {}, Counter()
+
+    def phase(self, name: str | None) -> None:
+        """The time from here to the next call is logged as seconds/name."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.time()
+        if self.running:
+            last, since = self.running
+            self.seconds[last] = self.seconds.get(last, 0.0) + now - since
+        self.running = (name, now) if name else None
+
+    def finish(self) -> None:
+        """Final model, the first and last evaluation side by side, where the time went, curves."""
+        self.folder.save_model(self.policy, self.tokenizer)
+        self.folder.finish()
+
+    def _on_signal(self, number, frame) -> None:
+        if self.stop_signal:
+            os._exit(128 + number)  # the second one leaves at once
+        self.stop_signal = number
+        self.say(f"\n{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
+                 "(again: leave at once)")
+
+    # -- the log ---------------------------------------------------------------------------------------------
+    def log_group(self, prompt: Problem, responses: list[Rollout], classes: list[int | None],
+                  rewards: torch.Tensor, trained: list[int], label: int | None | dict[int, float],
+                  negatives: set[int] = frozenset()) -> None:
+        """Keep a prompt's votes for the log.
+
+        label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong."""
+        if not isinstance(label, dict):
+            label = {} if label is None else {label: 1.0}
+        self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
+                                trained=set(trained), label=label, negatives=sorted(negatives)))
+
+    def log_sample(self, **record) -> None:
+        """A line of the script's own for samples.jsonl."""
+        if self.rank == 0:
+            self.folder.append("samples.jsonl", dict(step=self.step, **record))
+
+    def log_tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
+        """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
+        for name, values in values_T.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values.detach().float() * weight_T).sum()
+
+    def log_update(self, grad_norm: float) -> None:
+        """End of an optimizer step: its means over all ranks are kept; one that was skipped is counted."""
+        names = sorted(self.sums)
+        sums = torch.stack([self.sums[name] for name in names])
+        if self.ranks > 1:
+            torch.distributed.all_reduce(sums)
+        self.sums = {}
+        if math.isfinite(grad_norm):
+            self.updates.append(dict(zip(names, sums.tolist()), grad_norm=grad_norm))
+            self.bad_steps = 0
+            return
+        self.skipped += 1
+        self.bad_steps += 1
+        if self.bad_steps >= self.args.max_bad_steps:
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
+                            f"(--max_bad_steps); the last good checkpoint is {checkpoint.newest(self.out)}.")
+
+    def end_step(self, extra: dict[str, float] | None = None) -> None:
+        """Log the step, evaluate and save when due, obey signals. extra: metrics of the script's own."""
+        args, last = self.args, self.step == self.total_steps
+        self.phase(None)
+        metrics = step_metrics(self.groups) | (extra or {})
+        if not self.logp_diff:  # a single minibatch: the update's own log-probs are the trainer's
+            self.check_sampler(self.trained)
+        for name in self.updates[0] if self.updates else []:
+            metrics[name] = mean(update[name] for update in self.updates)
+        metrics |= self.logp_diff | dict(lr=self.learning_rate(), skipped_updates=self.skipped)
+        self._warn(metrics)
+        self.folder.log_samples(self.step, self.groups)
+        self.tokens["update"] = sum(len(r.prompt_ids) + len(r.response_ids) for r in self.trained)
+        if self.benchmarks and (last or args.eval_every and self.step % args.eval_every == 0):
+            self.phase("evaluate")
+            metrics |= self.evaluate()
+            self.phase(None)
+        metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics["seconds/step"] = time.time() - self.began
+        for name, count in self.tokens.items():
+            metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
+        if self.device.type == "cuda":
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+            torch.cuda.reset_peak_memory_stats()
+        self.folder.log(self.step, metrics)
+        stop = max(gather(self.stop_signal))
+        if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
+            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep)
+        if stop and not last:
+            self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
+                     f"--resume --out {self.out}")
+            sys.exit(128 + stop)
+
+    def _warn(self, metrics: dict[str, float]) -> None:
+        """Say aloud what makes a run pointless and is easy to mend."""
+        if metrics.get("answered", 1.0) == 0:
+            text = self.groups[0]["responses"][0].text
+            self.folder.warn("no response has an answer in \\boxed{}, so nothing is learned; is --prompt "
+                             "right for this model (--show_prompt), is --max_new_tokens enough? One response ends: "
+                             f"{text[-200:]!r}")
+        elif metrics.get("truncated", 0.0) > 0.5:
+            share = metrics["truncated"]
+            self.folder.warn(f"{share:.0%} of the responses were cut off; raise --max_new_tokens.")

@@ -1,0 +1,229 @@
+"""A run's folder and what is shown of it: run.json, metrics, samples, TensorBoard, progress bar, curves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+from engine import checkpoint
+from engine.base import UserError, gather, write_atomically
+from engine.options import script_name
+from engine.setup import describe
+
+
+class RunFolder:
+    """Rank 0 writes, the others only take part in the errors."""
+
+    def __init__(self, args, rank: int, ranks: int, device):
+        self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
+        name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.path = Path(gather(args.out or f"runs/{name}")[0])
+        if error := gather(self._open(ranks, device) if rank == 0 else None)[0]:
+            raise UserError(error)
+
+    def _open(self, ranks: int, device) -> str | None:
+        """Lock the folder and write run.json, before anything slow. Returns what is wrong."""
+        out = self.path
+        ours = (out / "run.json").exists()
+        if self.args.resume and not ours:
+            return f"--resume: there is no run in '{out}' to go on with."
+        results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints")
+        foreign = [name for name in results if (out / name).exists()]
+        if foreign and not ours:
+            return (f"--out is '{out}', which holds a {foreign[0]} that no run of ours wrote; "
+                    "give another folder.")
+        if ours and not self.args.resume:
+            return (f"--out is '{out}', which already holds a run; give --resume to go on with it, "
+                    "or another folder.")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            # the system lets go of it when this process dies, however it dies
+            self.lock = (out / "lock").open("w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_atomically(out / "run.json", json.dumps(describe(self.args, ranks, device), indent=1))
+        except BlockingIOError:
+            return f"--out is '{out}', in which another process is running; give another folder."
+        except OSError as error:
+            return f"--out is '{out}', which cannot be written: {error.strerror}."
+        return None
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    # -- during the run ------------------------------------------------------------------------------------
+    def start(self, first_step: int, total: int) -> None:
+        """Drop the lines of steps that are done again, open TensorBoard and the progress bar."""
+        if self.rank:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+        self.history = self._keep_lines("metrics.jsonl", first_step)
+        self._keep_lines("samples.jsonl", first_step)
+        if self.args.wandb:
+            import wandb
+            wandb.init(project="label-free-rl", name=self.path.name, id=self.path.name, resume="allow",
+                       sync_tensorboard=True)
+        self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=first_step)
+        self.bar = tqdm(total=total, initial=first_step - 1, desc=script_name(), dynamic_ncols=True)
+
+    def _keep_lines(self, name: str, first_step: int) -> list[dict]:
+        path, kept = self.path / name, []
+        if path.exists() and first_step > 1:
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                record = json_object(line)
+                if isinstance(record.get("step"), int) and record["step"] < first_step:
+                    kept.append(record)
+        if path.exists():
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        return kept
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl, TensorBoard and the progress bar. Only finite values are kept."""
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.history.append(dict(step=step, **metrics))
+        if self.rank:
+            return
+        self.append("metrics.jsonl", self.history[-1])
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        if step:
+            self.bar.set_postfix_str(self._headline(metrics))
+            self.bar.update(1)
+
+    def _headline(self, metrics: dict[str, float]) -> str:
+        shown = dict(reward="reward", majority="majority_ratio", entropy="entropy", length="length")
+        shown["pass@1"] = "batch_pass@1"
+        parts = [f"{title} {metrics[name]:.3g}" for title, name in shown.items() if name in metrics]
+        evaluated = evaluations(self.history)
+        if evaluated:
+            first = next((v for k, v in evaluated[-1].items() if k.endswith("/pass@1")), math.nan)
+            parts.append(f"eval {first:.3g}")
+        return " ".join(parts)
+
+    def log_samples(self, step: int, groups: list[dict], prompts: int = 2) -> None:
+        """The votes of a step's first prompts, one line of samples.jsonl each."""
+        if self.rank == 0:
+            for group in groups[:prompts]:
+                self.append("samples.jsonl", sample_record(step, group))
+
+    def append(self, name: str, record: dict) -> None:
+        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
+                            f"checkpoint is {checkpoint.newest(self.path)}.") from None
+
+    def warn(self, text: str) -> None:
+        if self.rank == 0:
+            self.bar.write(f"Warning: {text}")
+
+    def once(self, name: str, key: str, compute):
+        """compute() (JSON), stored with the run as NAME.json.
+
+        A resumed run reads it back if `key`, which names all that it depends on, is the same."""
+        path, stored = self.path / f"{name}.json", None
+        if self.rank == 0 and self.args.resume and path.exists():
+            stored = json_object(path.read_text(encoding="utf-8", errors="replace"))
+        stored = gather(stored)[0]
+        if stored and stored.get("key") == key:
+            return stored["value"]
+        value = compute()
+        if self.rank == 0:
+            write_atomically(path, json.dumps(dict(key=key, value=value)))
+        return value
+
+    # -- at the end ----------------------------------------------------------------------------------------
+    def save_model(self, policy, tokenizer) -> None:
+        """final/, in Hugging Face format; the checkpoints stay if it cannot be written."""
+        try:
+            policy.save(self.path / "final", tokenizer)
+        except OSError as error:
+            free = shutil.disk_usage(self.path).free >> 20
+            reason = f"{error.strerror or error}; {free} MiB are free on this disk"
+            raise UserError(f"{self.path / 'final'} cannot be written ({reason}); the trained weights are in "
+                            f"{checkpoint.newest(self.path)}.") from None
+
+    def finish(self) -> None:
+        """A table of the evaluations before and after, where the time went, and the curves."""
+        if self.rank:
+            return
+        self.bar.close()
+        self.board.close()
+        print(evaluation_table(self.history))
+        print(time_table(self.history))
+        try:
+            from tools import plot
+            plot.plot([self.path], self.path / "curves.png")
+            print(f"Curves: {self.path / 'curves.png'}")
+        except (ImportError, OSError) as error:
+            print(f"No curves drawn ({error}).")
+        print(f"Final model: {self.path / 'final'}", flush=True)
+
+
+def json_object(line: str) -> dict:
+    """The object in a line of JSON; {} for anything else: a killed run may leave half a last line."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def evaluations(history: list[dict]) -> list[dict]:
+    """The lines that hold an evaluation, in order."""
+    found = []
+    for line in history:
+        if any(name.startswith("eval/") for name in line):
+            found.append(line)
+    return found
+
+
+def evaluation_table(history: list[dict]) -> str:
+    """The first and the last evaluation side by side; empty without one."""
+    evaluated = evaluations(history)
+    if not evaluated:
+        return ""
+    before, after = evaluated[0], evaluated[-1]
+    lines = [f"\n{'':34}{'step ' + str(before['step']):>12}{'step ' + str(after['step']):>12}"]
+    for name, value in after.items():
+        if name.startswith("eval/") and not name.endswith("stderr"):
+            lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
+    return "\n".join(lines)
+
+
+def time_table(history: list[dict]) -> str:
+    """Seconds by phase over the whole run, as shares; empty without steps."""
+    spent: dict[str, float] = {}
+    for line in history:
+        for name, value in line.items():
+            if name.startswith("seconds/"):
+                spent[name[8:]] = spent.get(name[8:], 0.0) + value
+    whole = spent.pop("step", 0.0)
+    if not whole:
+        return ""
+    spent["other"] = whole - sum(spent.values())
+    parts = [f"{name} {seconds:.0f} s ({seconds / whole:.0%})" for name, seconds in spent.items()]
+    return f"\nTime: {', '.join(parts)} of {whole:.0f} s"
+
+
+def sample_record(step: int, group: dict) -> dict:
+    """One prompt's whole vote for samples.jsonl. Two responses are kept in full, the end of the others."""
+    responses = []
+    for i, (r, c, reward) in enumerate(zip(group["responses"], group["classes"], group["rewards"])):
+        trained = i in group["trained"]
+        responses.append(dict(text=r.text if i < 2 else r.text[-200:], answer=r.answer, answer_class=c,
+                              reward=round(reward, 6),
+                              votes=group["classes"].count(c) if c is not None else 0, trained=trained,
+                              advantage=round(r.advantage, 6) if trained else None,
+                              tokens=len(r.response_ids), finished=r.finished))
+    label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
+    return dict(step=step, problem=group["prompt"].question, gold=group["prompt"].answer, label=label,
+                responses=responses)

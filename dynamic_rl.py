@@ -1,27 +1,21 @@
-"""Dynamic RL: "All by Large Language Model Itself" (anonymous authors, under double-blind review; no arXiv id
-known).
+"""Dynamic RL: "All by Large Language Model Itself" (anonymous, under double-blind review; no arXiv id known).
 
 The idea: the model needs no data set at all. It writes questions to one fixed prompt z_0, solves each of them
 several times, and its majority answer is the label. Solutions are rewarded for agreeing with it; questions
 are rewarded for being of moderate difficulty (tau = 3/4: most solutions agree, not all) and for differing, in
 text and in answer, from the other questions of the batch: else they collapse to one question with one answer.
 
-    label                l(q) = the most frequent answer among the m solutions of q, r(q) = how many give it
-    (Eq. 4, 5)
+    label                l(q) = most frequent answer of the m solutions of q, r(q) = its votes      (Eq. 4, 5)
     solution reward      R_s = 1[answer = l(q)],   p(q) = r(q) / m                                  (Eq. 6, 7)
     question reward      R_q = p / tau if p <= tau, (1 - p) / (1 - tau) if p > tau                     (Eq. 8)
-    question diversity   R_dq = 1 / sum_i S_q(q, q_i),   S_q = share of positions with the same token
-    (Eq. 10, 11)
+    question diversity   R_dq = 1 / sum_i S_q(q, q_i),   S_q = share of same-token positions      (Eq. 10, 11)
     answer diversity     R_da = 1 / number of questions of the batch with the same label              (Eq. 12)
-    filtering            R_q = 0 and R_s = 0 for proofs, several questions in one, and questions that hold a
-    solution
-    advantages           A_q = lambda_q z(R_q) + lambda_dq z(R_dq) + lambda_da z(R_da) over the n questions
-    (Eq. 14)
-                         A_s = lambda_s z(R_s) over the m solutions of a question,   z(R) = (R - mean R) /
-                         (std R + eps)
+    filtering            R_q = 0 and R_s = 0 for proofs, several questions in one, questions with a solution
+    advantages           A_q = lambda_q z(R_q) + lambda_dq z(R_dq) + lambda_da z(R_da)                (Eq. 14)
+                         A_s = lambda_s z(R_s) over the m solutions of a question
+                         z(R) = (R - mean R) / (std R + eps), for A_q over the n questions
     loss                 that of ttrl.py on the questions plus that on the solutions; at ratio 1 its gradient
-    is Eq. 14's, with
-                         log pi averaged over a response's tokens
+                         is Eq. 14's, with log pi averaged over a response's tokens
 
 Why it works, when it fails, every table row as a command: docs/dynamic_rl.md.
 
@@ -58,16 +52,13 @@ Solution: <step-by-step solution here>"""
 @dataclass
 class Args(common.Args):
     labels: Literal["majority", "gold"] = "majority"
-    """gold: supervised GRPO, only with --dataset. Semi-dynamic RL is --dataset with either kind of label
-    (Table 1)."""
+    """gold: supervised GRPO, only with --dataset. Semi-dynamic RL: --dataset, either label (Table 1)."""
     dataset: str = ""
-    """Empty: Dynamic RL, the model writes its own questions. Given: semi-dynamic RL on these problems (as in
-    ttrl.py)."""
+    """Empty: Dynamic RL, the model writes its own questions. Given: semi-dynamic RL on these problems."""
     question_prompt: str = Z_0
     """z_0, the one prompt that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
     max_question_tokens: common.Count = 1024
-    """Length limit of a response to z_0 (section 3.1: 1024). A question longer than --max_prompt_tokens is
-    filtered."""
+    """Length limit of a response to z_0 (section 3.1). Questions over --max_prompt_tokens are filtered."""
     filter: bool = True
     """Question filtering (section 2); --no-filter is Table 2's "w/o filtering"."""
     rq: bool = True
@@ -99,8 +90,7 @@ class Args(common.Args):
     lr: common.NonNegative = 1e-6
     """Section 3.1: 1e-6."""
     num_minibatches: common.Count = 1
-    """Not in the paper: one step, so that the clipped loss has the gradient of Eq. 14 (up to the mean over
-    tokens)."""
+    """Not in the paper: one, so that the loss has the gradient of Eq. 14 (up to the mean over tokens)."""
     kl_coef: common.NonNegative = 0.0
     """Not in the paper's objective, Eq. 14."""
     eval: str = "math500,amc23,aime24,aime25"
@@ -114,7 +104,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def find_question(text: str) -> tuple[str | None, int]:
-    """(question, where it ends in the text) of a response to z_0; (None, len(text)) where there is none.
+    """(question, where it ends in the text) of a response to z_0; (None, len(text)) if there is none.
 
     The question is what stands between "Question:" and the first "Solution:" after it. Section 2, "Prompt".
 
@@ -127,8 +117,7 @@ def find_question(text: str) -> tuple[str | None, int]:
     return found[1].strip(), found.start(1) + len(found[1].rstrip())
 
 
-# Rule 2, "find ... and ...": both words in one sentence, which ends at . ? ! before a space (not at a decimal
-# point).
+# Rule 2, "find ... and ...": both words in one sentence. It ends at . ? ! before a space: no decimal point.
 FIND_AND = re.compile(r"\bfind\b(?:(?![.?!](?:\s|$)).)*?\band\b", re.IGNORECASE | re.DOTALL)
 # Rule 2, enumerations. A marker begins a text, a line or, after . : ? !, a sentence: "f(1)", "(x - a)", "the
 # radius is 1. Its height is 2." and an equation's number "(1)" behind it are none. "1." may number the one
@@ -143,8 +132,7 @@ def keep_question(text: str) -> bool:
     """False for a question that majority voting cannot judge. Section 2, "Question Filtering".
 
     Rule 1: the word "prove" (whole, any case). Rule 2, several questions in one: two question marks, "find
-    ... and ..." in a sentence, an enumeration. Rule 3: one of six strings (exact case) that belong to a
-    solution.
+    ... and ..." in a sentence, an enumeration. Rule 3: one of six strings of solutions (exact case).
 
     >>> keep_question("Prove that 2 is even."), keep_question("Find x and y."), keep_question("Improve f(1)?")
     (False, False, True)
@@ -166,8 +154,9 @@ def question_reward(p: float, tau: float = 0.75) -> float:
 
 
 def token_overlap(a: list[int], b: list[int]) -> float:
-    """S_q: share of positions with the same token, over the shorter length; 1 if both are empty, 0 if one is.
-    Eq. 11.
+    """S_q: share of positions with the same token, over the shorter length. Eq. 11.
+
+    1 if both are empty, 0 if one is.
 
     >>> token_overlap([7, 8, 9, 5], [7, 1, 9])
     0.6666666666666666
@@ -199,8 +188,7 @@ def answer_diversity(classes: list[int | None]) -> torch.Tensor:
 
 def question_advantages(r_q: torch.Tensor, r_dq: torch.Tensor, r_da: torch.Tensor, lambda_q: float = 1e-3,
                         lambda_dq: float = 0.1, lambda_da: float = 1.0) -> torch.Tensor:
-    """A_q: each reward normalised over the n questions by itself, then weighted and summed; [n] each -> [n].
-    Eq. 14.
+    """A_q: each reward normalised over the n questions, then weighted and summed; [n] each -> [n]. Eq. 14.
 
     >>> same, one = torch.ones(3), torch.tensor([0.0, 0.0, 1.0])
     >>> [round(a, 3) for a in question_advantages(same, one, one).tolist()]
@@ -223,8 +211,9 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
-    [G]. GRPO.
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -257,11 +246,9 @@ class Question:
 
 
 def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
-    """n responses to z_0, each cut after its question, and the problems in them that can be solved. Algorithm
-    1, step 3.
+    """(n responses to z_0, cut after their questions; the problems in them to solve). Algorithm 1, step 3.
 
-    If no question is found the whole response is trained: its rewards are all 0, so that writing none is
-    discouraged."""
+    If no question is found, the whole response is trained: its rewards are all 0, which discourages it."""
     z_0, n = args.own_prompts(run.tokenizer)["z_0"], args.prompts_per_batch
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
@@ -270,8 +257,7 @@ def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
         text, end = find_question(rollout.text)
         if text is None:
             continue
-        # The solution that the model wrote behind its question is neither used nor trained (section 2,
-        # "Prompt").
+        # The solution that the model wrote behind its question is neither used nor trained (section 2).
         length = tokens_covering(rollout.text[:end], rollout.response_ids, run.decode_ids)
         rollout.text, rollout.response_ids = rollout.text[:end], rollout.response_ids[:length]
         rollout.logprobs = rollout.logprobs[:length]
@@ -285,8 +271,7 @@ def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
 
 def judge_question(question: Question, responses: list[Rollout], classes: list[int | None],
                    rewards: torch.Tensor) -> torch.Tensor:
-    """Set p (Eq. 7) and l(q) from a question's solutions; their R_s, 0 if the question is filtered. [m] ->
-    [m]."""
+    """Set p (Eq. 7) and l(q) from a question's solutions; returns R_s [m], 0 if the question is filtered."""
     winner = majority(classes)
     question.p = float(rewards.mean())
     question.answer = responses[classes.index(winner)].answer if winner is not None else None
@@ -294,8 +279,7 @@ def judge_question(question: Question, responses: list[Rollout], classes: list[i
 
 
 def reward_questions(questions: list[Question], args: Args) -> dict[str, float]:
-    """Set the questions' advantages from the three question rewards; what is logged. Algorithm 1, steps 7 to
-    10."""
+    """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10."""
     labels = equivalence_classes([q.answer for q in questions])
     r_q = torch.tensor([question_reward(q.p, args.tau) * q.kept for q in questions])  # filtered: 0
     r_dq = (question_diversity([q.tokens for q in questions])
@@ -324,7 +308,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         questions, prompts = ([], run.next_prompts()) if args.dataset else write_questions(run, args)
         groups = run.sample(prompts, args.votes)
@@ -334,7 +318,8 @@ def main(args: Args) -> None:
         run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
-            classes_N = common.answer_classes(prompt, responses, args.labels)  # equal answers share a class
+            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             if questions:
                 rewards_N = judge_question(questions[prompt.id], responses, classes_N, rewards_N)
@@ -350,19 +335,19 @@ def main(args: Args) -> None:
         if questions and not any(question.kept and question.answer is not None for question in questions):
             train = []  # not one usable question: diversity alone would reward noise, so there is no update
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -371,21 +356,21 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 question_T = micro.per_token([response in written for response in micro.rollouts])  # 1 or 0
                 part_T = question_T * n_questions + (1 - question_T) * (len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, question_entropy=question_T * entropy_T)
                 run.log_tokens((1 - question_T) * weight_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)

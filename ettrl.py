@@ -6,8 +6,7 @@ model was least sure (ETMR); and if the vote is won by responses the model was u
 advantage down (EAR: by 0.8 to 1.2). Here all forks of all prompts go to the engine in one second call, as
 prompt + prefix: its prefix cache reuses the trunks.
 
-    ETMR       score_t = -log pi(y_t) of a trunk's own tokens; fork at the N highest, draw token t anew
-    (Algorithm 1)
+    ETMR       score_t = -log pi(y_t) of a trunk's tokens; at the N highest draw token t anew    (Algorithm 1)
                leaves M (1 + B N), all of which vote                                                   (Eq. 8)
                tokens (1 + B N / 2) / (1 + B N) of parallel sampling's, if forks were spread evenly (Eq. 9-11)
     EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)
@@ -40,8 +39,7 @@ from common import Problem, Rollout, majority
 @dataclass
 class Args(common.Args):
     rollout: Literal["etmr", "parallel"] = "etmr"
-    """etmr: entropy-fork tree majority rollout (section 3.2). parallel: TTRL's --votes independent
-    responses."""
+    """etmr: entropy-fork tree majority rollout (section 3.2). parallel: TTRL's --votes separate responses."""
     trunks: common.Count = 12
     """M, trees per prompt (section 4)."""
     forks: common.CountOrZero = 2
@@ -49,8 +47,7 @@ class Args(common.Args):
     branches: common.Count = 2
     """B, continuations per fork point (section 4). M (1 + B N) = 60 leaves vote instead of --votes."""
     fork_score: Literal["surprisal", "entropy"] = "surprisal"
-    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next-token distribution, Eq. 4 (one more pass
-    over the trunks)."""
+    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next token, Eq. 4, by one more pass."""
     advantage: Literal["res", "clip", "none"] = "res"
     """EAR (section 3.3). res: scaled by relative entropy (Eq. 14). clip: Eq. 15. none: TTRL's."""
     alpha: common.Share = 0.2
@@ -62,8 +59,7 @@ class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
     eval_greedy: bool = True
-    """Section 4 evaluates greedily; but the tables' values are averages of 16 samples, eval/NAME/pass@1
-    (docs/ettrl.md)."""
+    """Section 4 evaluates greedily; but the tables average 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
 
     def responses_per_prompt(self) -> int:
         return tree_leaves(self.trunks, self.forks, self.branches) if self.rollout == "etmr" else self.votes
@@ -83,8 +79,9 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
-    [G]. GRPO.
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -95,11 +92,10 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def fork_points(logprobs: list[float], n_forks: int, forbidden: set[int] | None = None) -> list[int]:
-    """Positions of the n highest surprisals -log pi(y_t) of a trunk, best first, ties to the earlier. ETTRL
-    Algorithm 1.
+    """Positions of a trunk's n highest surprisals -log pi(y_t), best first. ETTRL Algorithm 1.
 
-    Fewer if there are fewer. `forbidden` positions are left out: the end-of-sequence token is no place to
-    fork.
+    Ties go to the earlier one; fewer than n if there are fewer. `forbidden` positions are left out: the
+    end-of-sequence token is no place to fork.
 
     >>> fork_points([-0.1, -2.0, -0.5, -3.0], 2, forbidden={3})
     [1, 2]
@@ -119,11 +115,10 @@ def tree_leaves(m: int, n: int, b: int) -> int:
 
 def reshape_advantages(advantages: torch.Tensor, entropies: torch.Tensor, alpha: float = 0.2,
                        beta: float = 0.2) -> torch.Tensor:
-    """A_i clip(1 + (avg H - H_i) / avg H, 1 - alpha, 1 + beta), both signs of A; [G] each. ETTRL Eq. 12-14,
-    Adv-Res.
+    """A_i clip(1 + (avg H - H_i) / avg H, 1 - alpha, 1 + beta), [G]. ETTRL Eq. 12-14, Adv-Res.
 
-    `entropies`: mean token entropy of each response; avg is over the G. All 0: nothing to compare, so
-    unchanged.
+    Advantages of both signs are scaled. `entropies` [G]: mean token entropy of each
+    response; avg H is over the G. If all are 0, there is nothing to compare: unchanged.
 
     >>> reshape_advantages(torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0.9, 1.0, 1.1]))
     tensor([ 1.1000, -1.0000,  0.9000])
@@ -152,8 +147,7 @@ def to_train(run, prompts: list[Problem], groups: list[list[Rollout]], args: Arg
 
 
 def entropy_advantages(advantages: torch.Tensor, trained: list[Rollout], args: Args) -> torch.Tensor:
-    """EAR: the advantages of a trained group, reshaped by the entropies of the policy that sampled it; [G] ->
-    [G]."""
+    """EAR: a trained group's advantages, reshaped by the sampling policy's entropies; [G] -> [G]."""
     if args.advantage == "res":
         entropies_G = torch.stack([response.entropy.mean() for response in trained])  # Eq. 5
         return reshape_advantages(advantages, entropies_G, args.alpha, args.beta)
@@ -165,8 +159,9 @@ Fork = namedtuple("Fork", "prompt trunk position")
 
 
 def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
-    """Fork by fork instead of prompt by prompt: then a fork goes to the rank whose prefix cache holds its
-    trunk."""
+    """Where to fork every trunk: the first forks of all prompts, then the second ones, and so on.
+
+    In this order a fork goes to the rank that sampled its trunk, so that its prefix cache still holds it."""
     if args.fork_score == "entropy":
         run.policy.score([trunk for trunks in groups for trunk in trunks], "old_logp", args.temperature)
     forks_of_prompt = []
@@ -186,8 +181,7 @@ def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
 
 
 def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
-    """The leaves of every prompt, trunks first, in two engine calls; and what they cost. ETTRL Algorithm
-    1."""
+    """(the leaves of every prompt, trunks first; what they cost), in two engine calls. ETTRL Algorithm 1."""
     groups = run.sample(prompts, args.trunks)
     forks = choose_forks(run, groups, args)
     stems = [Problem("", id=(prompts[i].id, m, t),
@@ -202,8 +196,9 @@ def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Ro
 
 
 def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> dict[str, float]:
-    """Tokens generated / tokens of as many parallel responses (Eq. 11), and where the forks lie: Eq. 9
-    assumes 1/2."""
+    """Tokens generated per token of as many parallel responses (Eq. 11), and the forks' mean position.
+
+    Of the trunk's length; Eq. 9 assumes 1/2."""
     generated = sum(len(response.response_ids) for group in groups + branches for response in group)
     parallel = 0.0
     for trunks, group in zip(groups, leaves):  # trunks are ordinary samples: parallel ones would be as long
@@ -223,7 +218,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
         tree = args.rollout == "etmr"
@@ -248,19 +243,19 @@ def main(args: Args) -> None:
                 train.append(responses[i])
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -268,19 +263,19 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
             grad_norm = policy.clip_grad_norm(args.grad_clip)

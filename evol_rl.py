@@ -5,12 +5,10 @@ responses grow short and alike. So every response of the majority is still rewar
 within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
 upper clip and an entropy bonus keep them.
 
-    valid      the last \\boxed{} contains a digit; invalid responses get -1 and take part in nothing else
-    (A.2, 2.2)
-    novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i), mean_i: cosine to the others of i's block
-       (section 2.2)
-               (the majority, or all minority answers together), max_i: to any other valid response of the
-               prompt
+    valid      the last \\boxed{} contains a digit; an invalid response gets -1 and takes no part   (A.2, 2.2)
+    novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
+               mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
+               max_i: largest cosine to any other valid response of the prompt
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
@@ -47,8 +45,7 @@ class Args(common.Args):
     alpha: Share = 0.5
     """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
-    """sentence-transformers model (A.3): Hub id, folder, or package:NAME for a pip package that has it in
-    NAME/model."""
+    """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/."""
     clip_high: common.NonNegativeOrInf = 0.28
     """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2 is '-ClipHigh' of Table 2."""
     entropy_coef: common.NonNegative = 0.003
@@ -73,8 +70,9 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
-    [G]. GRPO.
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -86,11 +84,11 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
-    """([N] answer classes, the class of the upper band). EVOL-RL, A.2: an answer without a digit is invalid,
-    None.
+    """([N] answer classes, None if invalid; the class of the upper band). EVOL-RL, A.2.
 
-    Letters of multiple choice are valid. labels 'gold' (Figure 4): the gold answer's class is the upper band,
-    -1 if nobody gave it; a verifier does not ask for digits, so the right answer is valid without one."""
+    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): the gold
+    answer's class is the upper band, -1 if nobody gave it; a verifier does not ask for digits, so the right
+    answer is valid without one."""
     classes = common.answer_classes(problem, responses)
     gold = None
     if labels == "gold":
@@ -119,8 +117,10 @@ def novelty(similarity: torch.Tensor, block: list[int], valid: list[int], alpha:
 
 def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
                    alpha: float = 0.5) -> torch.Tensor:
-    """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3; two cases are the released code's: alone in its
-    block, u~ is 1 (the paper leaves it open); all equally novel, u~ is 0.5 (A.3 gives 0)."""
+    """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
+
+    Two cases are the released code's: alone in its block, u~ is 1 (the paper leaves it open); all equally
+    novel, u~ is 0.5 (A.3 gives 0)."""
     if len(block) < 2:
         return torch.ones(len(block))
     u = novelty(similarity, block, valid, alpha)
@@ -132,10 +132,9 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
 
 def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: float = 0.5,
                  winner: int | None = None) -> torch.Tensor:
-    """Rewards [N] from [N] classes and [N, d] unit vectors: invalid (None) -1, minority [-1, -0.5], majority
-    [0.5, 1].
+    """Rewards [N] from [N] classes and [N, d] unit vectors. EVOL-RL, section 2.2.
 
-    `winner`: the class of the upper band, by default the majority. EVOL-RL, section 2.2.
+    Invalid (None): -1; minority: -1 to -0.5; `winner`, by default the majority: 0.5 to 1.
 
     >>> same, other = [1.0, 0.0], [0.0, 1.0]
     >>> evol_rewards([0, 0, 0, 1, None], torch.tensor([same, same, other, other, same]))
@@ -153,8 +152,9 @@ def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: flo
 
 
 def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, torch.Tensor]:
-    """{text: unit vector} of what the responses say after their thoughts; equal texts once, so that rounding
-    never tells them apart. Sharded over the ranks."""
+    """{text: unit vector} of what the responses say after their thoughts, sharded over the ranks.
+
+    Equal texts are embedded once, so that rounding never tells them apart."""
     texts = dict.fromkeys(spoken(response) for responses in groups for response in responses)
     return dict(zip(texts, common.sharded(list(texts), embedder)))
 
@@ -177,7 +177,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
         groups = run.sample(prompts, args.votes)
@@ -201,19 +201,19 @@ def main(args: Args) -> None:
                 train.append(responses[i])
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, winner)
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -221,19 +221,19 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
             grad_norm = policy.clip_grad_norm(args.grad_clip)

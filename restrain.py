@@ -62,8 +62,9 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
-    [G]. GRPO.
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -74,11 +75,9 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
-    """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f, in 0..1; [m] -> [m]. RESTRAIN section 2.1,
-    centre 1 (D.2).
+    """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f; [m] -> [m]. RESTRAIN section 2.1; centre 1: D.2.
 
-    Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 everything else
-    weighs 0.
+    Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 the rest weighs 0.
 
     >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)
     tensor([0.1353, 0.6065, 1.0000])
@@ -90,8 +89,7 @@ def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
 def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor:
     """w_j = g(c_j / n) / sum_l g(c_l / n) of the labels' vote counts; [m] -> [m], sums to 1. RESTRAIN Eq. 3.
 
-    sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf: the same for all
-    labels.
+    sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf: equal weights.
 
     >>> label_weights([8, 4, 1], 16)
     tensor([0.5496, 0.2942, 0.1562])
@@ -99,8 +97,7 @@ def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor
     if sigma == 0 or not counts:
         return torch.tensor([float(j == counts.index(max(counts))) for j in range(len(counts))])
     f = torch.tensor(counts, dtype=torch.float64) / n
-    # relative to the top label's log g, written as a difference of squares: a tiny sigma neither under- nor
-    # overflows
+    # log g relative to the top label's, as a difference of squares: a tiny sigma neither under- nor overflows
     return (((f.max() - 1) ** 2 - (f - 1) ** 2) / sigma / sigma / 2).softmax(0).float()
 
 
@@ -116,11 +113,10 @@ def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, 
 
 def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float = 1.0,
                         sigma: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0) of one prompt's N responses, both [N].
-    RESTRAIN Eq. 3, 4.
+    """A+_i = sum_j w_j max(A_ij, 0), A-_i = sum_j w_j min(A_ij, 0), [N] each. RESTRAIN Eq. 3, 4.
 
-    None (no answer) is no label, but one of the N: its reward is 0 for every label. Majority below kappa: all
-    -delta.
+    None (no answer) is no label, but one of the N: its reward is 0 for every label. If the majority has fewer
+    than kappa votes, all advantages are -delta.
 
     >>> restrain_advantages([0, 0, 1, None], kappa=2)
     (tensor([0.5641, 0.5641, 0.5230, 0.0000]), tensor([-0.1743, -0.1743, -0.5641, -0.7384]))
@@ -138,8 +134,7 @@ def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float 
 
 def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch.Tensor,
                        a_minus: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A- alone; all [T]. RESTRAIN Eq. 6, 7 (the
-    inner sum).
+    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A-; all [T]. RESTRAIN Eq. 6, 7, inner sum.
 
     >>> restrain_surrogate(torch.tensor(1.5), torch.tensor(1.2), torch.tensor(0.5), torch.tensor(-0.25))
     tensor(0.2250)
@@ -148,8 +143,9 @@ def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch
 
 
 def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
-    """u = g(c_ref / n), the factor of a prompt's loss; 1 if all n agree, 0.135 if none answers. RESTRAIN Eq.
-    5.
+    """u = g(c_ref / n), the factor of a prompt's loss. RESTRAIN Eq. 5.
+
+    1 if all n agree; 0.135 if none answers, at the paper's sigma.
 
     >>> round(prompt_weight(8, 16), 3)
     0.607
@@ -171,8 +167,9 @@ def label_sigma(args: Args) -> float:
 
 
 def prompt_weights(run, args: Args) -> dict[int, float]:
-    """u of every problem, from as many responses of the initial model as train it later (Eq. 5); online:
-    none."""
+    """u of every problem, from as many responses of the initial model as will vote later (Eq. 5).
+
+    Empty unless --prompt_weighting is offline."""
     votes = initial_votes(run) if args.prompt_weighting == "offline" else {}
     return {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
 
@@ -189,7 +186,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
         groups = run.sample(prompts, args.votes)
@@ -205,25 +202,26 @@ def main(args: Args) -> None:
             online = prompt_weight(majority_count(classes_N), args.votes, args.prompt_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
-                responses[i].weight = 1.0 if args.prompt_weighting == "none" else weight_of.get(prompt.id, online)
+                responses[i].weight = (1.0 if args.prompt_weighting == "none"
+                                       else weight_of.get(prompt.id, online))
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
             label = weighted_labels(classes_N, label_sigma(args)) if plus_N.any() else None  # None: penalised
             run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -231,23 +229,23 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 plus_T = micro.per_token([response.plus for response in micro.rollouts])
                 minus_T = micro.per_token([response.minus for response in micro.rollouts])
                 loss_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # Eq. 6: u, the prompt's weight, scales the KL term, too
                 loss_T = micro.per_token([response.weight for response in micro.rollouts]) * loss_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
             grad_norm = policy.clip_grad_norm(args.grad_clip)

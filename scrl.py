@@ -8,8 +8,8 @@ of a reward follows the share of the votes, answers given with high entropy lose
 all costs most: -1 (released code).
 
     p_j        = n_j / N, the share of answer j among all N responses
-    H_i        = mean_t of the full-vocabulary entropy; H_j = mean over answer j's responses, H_bar over all N
-      (Eq. 5-7)
+    H_i        = mean_t of the full-vocabulary entropy of response i                                (Eq. 5, 6)
+    H_j, H_bar = means of H_i over the responses with answer j, and over all N                         (Eq. 7)
     positive   y+ = the top answer if p >= tau_pos and p - (second share) > tau_marg, else none        (Eq. 4)
     negative   N- = {j other than y+ : p_j < tau_neg and H_j >= H_bar}                                 (Eq. 8)
     reward     R_i = p(a_i) 1[a_i = y+] + (p(a_i) - tau_neg) 1[a_i in N-] - lambda_h (H(a_i) - H_bar)  (Eq. 9)
@@ -22,8 +22,8 @@ Why it works, when it fails, every table row as a command: docs/scrl.md.
 
     python scrl.py                                                                     # the toy, on a laptop
     python scrl.py --model meta-llama/Llama-3.2-1B-Instruct --dataset aime25           # one GPU
-    torchrun --nproc-per-node 8 scrl.py --model Qwen/Qwen2.5-Math-7B --prompt system --temperature 1 --dataset
-    amc --epochs 30
+    torchrun --nproc-per-node 8 scrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30 \\
+        --prompt system --temperature 1
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
@@ -42,19 +42,15 @@ from common import majority
 @dataclass
 class Args(common.Args):
     temperature: common.Positive = 0.6
-    """Rollout temperature (section 4.1): 1.0 for Qwen2.5-Math, 0.6 for other models. Also that of log-probs
-    and entropies."""
+    """Rollout temperature, and that of log-probs and entropies (section 4.1; Qwen2.5-Math: 1.0)."""
     prompt: Literal["system", "suffix", "plain"] = "suffix"
     """suffix: SCRL's prompt. Math-specialised models take 'system' (released code)."""
     tau_pos: common.Share = 0.375
-    """tau_pos of Eq. 4 (section 4.1; Table 5): the share of the votes from which on the majority is a
-    label."""
+    """tau_pos of Eq. 4 (section 4.1; Table 5): the smallest share with which a majority is a label."""
     tau_marg: common.Share = 0.125
-    """tau_marg of Eq. 4 (section 4.1; Table 9): the lead over the second answer that the majority must
-    exceed."""
+    """tau_marg of Eq. 4 (section 4.1; Table 9): the majority's lead over the second answer must exceed it."""
     tau_neg: common.Share = 0.125
-    """tau_neg of Eq. 8 (section 4.1; Table 5): only answers with a smaller share of the votes are negative
-    labels."""
+    """tau_neg of Eq. 8 (section 4.1; Table 5): only answers with a smaller share are negative labels."""
     lambda_h: common.NonNegative = 0.1
     """lambda_H of Eq. 9 (section 4.1; Table 9): weight of the entropy penalty."""
     null_reward: common.Finite = -1.0
@@ -71,8 +67,9 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + eps) with the unbiased std; zeros if all rewards are equal or there is one. [G] ->
-    [G]. GRPO.
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -83,8 +80,7 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def answer_entropies(classes: list[int | None], entropies: list[float]) -> tuple[dict[int, float], float]:
-    """H_j of every answer class, and H_bar of all N responses, those without an answer included; nats. SCRL,
-    Eq. 7.
+    """(H_j of every answer class, H_bar of all N responses, also those without an answer), nats. SCRL, Eq. 7.
 
     >>> answer_entropies([0, 1, 0, None], [0.25, 0.5, 0.75, 1.5])
     ({0: 0.5, 1: 0.5}, 0.75)
@@ -99,8 +95,7 @@ def answer_entropies(classes: list[int | None], entropies: list[float]) -> tuple
 def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
                   tau_marg: float = 0.125, tau_neg: float = 0.125,
                   entropy_gate: bool = True) -> tuple[int | None, set[int]]:
-    """The positive label (None: abstain) and the set of negative ones, from [N] classes and [N] entropies.
-    SCRL, Eq. 4, 8.
+    """(the positive label or None, the negative labels), from [N] classes and entropies. SCRL, Eq. 4, 8.
 
     None (no answer) counts in N, but is no label; a tie goes to the class seen first.
 
@@ -142,8 +137,10 @@ def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: flo
 
 
 def thresholds(args: Args) -> dict:
-    """The thresholds of Eq. 4 and 8. Two rows of Table 3 are thresholds, too: a majority of any share and any
-    lead is a label (a lead is never below 0), and no share is below 0."""
+    """The thresholds of Eq. 4 and 8.
+
+    Two rows of Table 3 are thresholds, too: every majority is a label if any share and any lead will do (a
+    lead is never below 0), and there are no negative labels if a share must be below 0."""
     tau_pos, tau_marg = (args.tau_pos, args.tau_marg) if args.selective_positive else (0.0, -1.0)
     tau_neg = args.tau_neg if args.negatives else 0.0
     return dict(tau_pos=tau_pos, tau_marg=tau_marg, tau_neg=tau_neg, entropy_gate=args.entropy_gate)
@@ -160,7 +157,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
         groups = run.sample(prompts, args.votes)
@@ -185,19 +182,19 @@ def main(args: Args) -> None:
                 train.append(responses[i])
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, positive, negatives)
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -205,19 +202,19 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
             grad_norm = policy.clip_grad_norm(args.grad_clip)

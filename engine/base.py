@@ -72,11 +72,15 @@ def gather(item) -> list:
     return items
 
 
-def sharded(items: list, work) -> list:
-    """work(this rank's share of the items), one result per item: all results, in order, on every rank."""
+def sharded(items: list, work, per_engine: int = 1) -> list:
+    """work(this rank's share of the items), one result per item: all results, in order, on every rank.
+
+    per_engine: so many consecutive ranks get the same share; only the first of them sends its results."""
     rank, ranks = rank_and_ranks()
-    parts = gather(work(items[rank::ranks]))
-    return [parts[i % ranks][i // ranks] for i in range(len(items))]
+    engine, engines = rank // per_engine, ranks // per_engine
+    results = work(items[engine::engines])
+    parts = gather(results if rank % per_engine == 0 else None)[::per_engine]
+    return [parts[i % engines][i // engines] for i in range(len(items))]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     todo = [p for p in run.problems if p.id not in votes]
     if todo:
         run.sampler.load(run.policy.named_tensors(run.dtype))
-    size = prompts_per_call or run.ranks * max(1, 8192 // args.votes)
+    size = prompts_per_call or run.world_size * max(1, 8192 // args.votes)
     for start in range(0, len(todo), size):
         part = todo[start:start + size]
         run.say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import fast
-from engine.base import Rollout, UserError, distributed, gather, rank_and_ranks
+from engine.base import Rollout, UserError, distributed, gather, rank_and_ranks, write_atomically
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -46,8 +48,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
 
     Sorted by group (if given) and length, so that little is padding; padded size within the token budget if
     one sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP
-    hangs when ranks disagree. Every rank computes the plan of all ranks from the same lengths: no
-    communication."""
+    hangs when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
     def group_and_length(i: int) -> tuple[int, int]:
         return groups[i] if groups else 0, -lengths[i]
 
@@ -89,7 +90,7 @@ class MicroBatch:
 
     def keep_old_logp(self, logp_T: torch.Tensor) -> None:
         """These log-probs are those of the policy that sampled: the ratio is 1, its gradient is not 0."""
-        self.old_logp_T = logp_T.detach()
+        self.old_logp_T = logp_T
         for r, old_logp in zip(self.rollouts, self.old_logp_T.cpu().split(self.sizes)):
             r.old_logp = old_logp
 
@@ -133,13 +134,15 @@ class PlainHead(torch.nn.Module):
 class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
 
-    Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits."""
+    Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits. `offload`: the
+    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet)."""
 
     def __init__(self, model: str, device, dtype, trainable: bool = True,
                  gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
-                 max_length: int = 0, trust_remote_code: bool = False):
-        self.device, self.trainable, self.micro_tokens = device, trainable, micro_tokens
+                 max_length: int = 0, trust_remote_code: bool = False, offload: bool = False):
+        self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
+        self.synced = 0  # bytes given to the sampler since the log took them
         self.packed = not plain and can_pack(model, max_length, trust_remote_code)
         if not plain and not self.packed and trainable and self.rank == 0:
             print(f"The architecture of {model} cannot be packed: micro-batches are padded rows.", flush=True)
@@ -151,28 +154,33 @@ class Policy:
         head = PlainHead if plain else fast.FastHead
         self.head = head(self.model).train(trainable)
         self.head.requires_grad_(trainable)
-        self._shard(dtype)
+        self._shard(offload)
 
-    def _shard(self, dtype) -> None:
-        """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Cast group by
-        group, so that a rank never holds the whole model in float32: until then the weights are the
-        checkpoint's, memory-mapped."""
+    def _shard(self, offload: bool) -> None:
+        """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Until a group
+        is sharded it is the memory-mapped file; only then are the shards cast, so that a rank never holds
+        more than its shards in host memory."""
         layers = decoder_layers(self.model)
-        stored = torch.float32 if self.trainable else dtype
+        stored = torch.float32 if self.trainable else self.dtype
         if not distributed():
-            self.model.to(stored)
+            for parameter in self.parameters():
+                parameter.data = parameter.data.to(stored)
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         mesh = init_device_mesh(self.device.type, (self.ranks,))
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                       mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
         for group in [*layers, self.head]:
-            for parameter in group.parameters():
-                if type(parameter) is torch.nn.Parameter:  # not yet sharded
-                    parameter.data = parameter.data.to(stored)
             # the reference is mostly idle: its root, too, goes back to shards after the forward pass
             reshard = None if self.trainable or group is not self.head else True
-            fully_shard(group, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+            fully_shard(group, reshard_after_forward=reshard, **options)
+
+        def cast(tensor):
+            return tensor.to(stored) if isinstance(tensor, DTensor) else tensor  # buffers keep their type
+
+        if any(parameter.dtype != stored for parameter in self.parameters()):
+            self.head._apply(cast)  # FSDP takes note of it
 
     def parameters(self):
         return self.model.parameters()
@@ -214,6 +222,8 @@ class Policy:
             entropies = entropy_T.cpu().split(micro.sizes)
             for i, logp, entropy in zip(micro.indices, logps, entropies):
                 mine[i] = (logp, entropy)
+        if distributed():
+            self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
         for part in gather(mine):
             for i, (logp, entropy) in part.items():
                 setattr(todo[i], into, logp)
@@ -230,21 +240,31 @@ class Policy:
 
         A collective: the tensors are gathered from the ranks one at a time."""
         for name, parameter in self.model.named_parameters():
-            tensor = parameter.detach().to(dtype)  # cast first: the ranks send each other the smaller type
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+            # cast first: the ranks send each other the smaller type
+            tensor = parameter.detach().to(self.device, dtype)
+            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+            self.synced += tensor.nbytes
+            yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:
-        """Hugging Face format, loadable by from_pretrained; written to one side and renamed."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True) if distributed() else None
-        state = get_model_state_dict(self.model, options=options)
+        """Hugging Face format, in the compute type, loadable by from_pretrained; written to one side and
+        renamed. Ranks gather one tensor at a time, and rank 0 collects them in host memory."""
+        state = {}
+        for name, tensor in self.named_tensors(self.dtype):
+            if self.rank == 0:
+                state[name] = tensor.cpu()
         if self.rank:
             return
-        if self.model.config.get_text_config().tie_word_embeddings:
-            state = {k: v for k, v in state.items() if k not in (self.model._tied_weights_keys or {})}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        for name, buffer in self.model.state_dict().items():
+            if name not in parameters:
+                state[name] = buffer.cpu()
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         self.model.save_pretrained(partial, state_dict=state)
+        config = json.loads((partial / "config.json").read_text())
+        config["dtype"] = str(self.dtype).removeprefix("torch.")  # transformers names that of the masters
+        write_atomically(partial / "config.json", json.dumps(config, indent=2))
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -290,8 +310,7 @@ def can_pack(path: str, max_length: int, trust_remote_code: bool = False) -> boo
     """Whether packed rows and our head give this architecture's own log-probs; tried on a small copy of it.
 
     Not packed: a sliding window shorter than max_length, recurrence, a forward that takes no further
-    arguments. Raises UserError if padded rows do not give them either (some architectures scale or cap their
-    logits)."""
+    arguments. Raises UserError if padded rows do not give them either (some models scale or cap logits)."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     text.vocab_size, text.num_hidden_layers = min(text.vocab_size, 64), 2

@@ -13,6 +13,7 @@ from collections import Counter
 import torch
 
 from engine import checkpoint
+from engine.answers import grading_budget
 from engine.base import Rollout, UserError, gather
 from engine.data import Problem, encode_prompt, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
@@ -36,15 +37,15 @@ class Plumbing:
         self._load_data()
         if args.show_prompt:
             self._show_prompt()
-        self.device, self.rank, self.ranks = start_processes()
-        self.folder = RunFolder(args, self.rank, self.ranks, self.device)
+        self.device, self.rank, self.world_size = start_processes()
+        self.folder = RunFolder(args, self.rank, self.world_size, self.device)
         self.say, self.out = self.folder.say, self.folder.path
         bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.engine = args.sampler if args.sampler != "auto" else "vllm" if has_vllm() else "hf"
         if args.plain:
             self.engine = "plain"
-        self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, {self.ranks} rank(s) "
+        self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, {self.world_size} rank(s) "
                  f"on {self.device.type}, stop ids {self.stop_ids}")
         self.first_step, self.stop_signal, self.bad_steps = 1, 0, 0
         self.begin_step(0)
@@ -114,8 +115,9 @@ class Plumbing:
     def steps(self):
         """Numbers of the rollout batches still to do, from 1 on."""
         for step in range(self.first_step, self.total_steps + 1):
-            self.begin_step(step)
-            yield step
+            with grading_budget():  # answers made to be slow take a few seconds of a step, not minutes
+                self.begin_step(step)
+                yield step
 
     def begin_step(self, step: int) -> None:
         """Forget what the last step left for the log. Step 0: before the first."""
@@ -171,7 +173,7 @@ class Plumbing:
         """End of an optimizer step: its means over all ranks are kept; one that was skipped is counted."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names])
-        if self.ranks > 1:
+        if self.world_size > 1:
             torch.distributed.all_reduce(sums)
         self.sums = {}
         if math.isfinite(grad_norm):
@@ -222,8 +224,8 @@ class Plumbing:
         if metrics.get("answered", 1.0) == 0:
             text = self.groups[0]["responses"][0].text
             self.folder.warn("no response has an answer in \\boxed{}, so nothing is learned; is --prompt "
-                             "right for this model (--show_prompt), is --max_new_tokens enough? One response ends: "
-                             f"{text[-200:]!r}")
+                             "right for this model (--show_prompt), is --max_new_tokens enough? One response "
+                             f"ends: {text[-200:]!r}")
         elif metrics.get("truncated", 0.0) > 0.5:
             share = metrics["truncated"]
             self.folder.warn(f"{share:.0%} of the responses were cut off; raise --max_new_tokens.")

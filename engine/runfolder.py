@@ -223,7 +223,8 @@ def sample_record(step: int, group: dict) -> dict:
                               reward=round(reward, 6),
                               votes=group["classes"].count(c) if c is not None else 0, trained=trained,
                               advantage=round(r.advantage, 6) if trained else None,
-                              tokens=len(r.response_ids), finished=r.finished))
+                              tokens=len(r.response_ids), finished=r.finished,
+                              entropy=None if r.entropy is None else round(float(r.entropy.mean()), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     return dict(step=step, problem=group["prompt"].question, gold=group["prompt"].answer, label=label,
                 responses=responses)

@@ -30,6 +30,23 @@ def has_vllm() -> bool:
         return False
 
 
+def engine_errors(args) -> list[str]:
+    """One sentence each: what is wrong with --tensor_parallel; fewer prompts than engines."""
+    ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), max(1, args.tensor_parallel)
+    bad = []
+    if ranks % parallel:
+        bad.append(f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}.")
+    elif args.prompts_per_batch < ranks // parallel:
+        what = "ranks" if parallel == 1 else "engines (ranks / tensor_parallel)"
+        bad.append(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at least the {what}, "
+                   f"{ranks // parallel}.")
+    other = args.plain or args.sampler == "hf"
+    if parallel > 1 and (other or args.sampler == "auto" and not has_vllm()):
+        bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
+                   "--sampler vllm, without --plain.")
+    return bad
+
+
 def read_model(path: str, args):
     """(config, tokenizer, ids of the tokens that end a response).
 
@@ -59,7 +76,18 @@ def read_model(path: str, args):
     if context and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
+    if args.tensor_parallel > 1:
+        check_heads(path, text, args.tensor_parallel)
     return config, tokenizer, stop_tokens(path, tokenizer, text.vocab_size)
+
+
+def check_heads(path: str, text, parallel: int) -> None:
+    """Raises UserError if vLLM cannot give each of so many ranks equally many attention and KV heads."""
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % parallel or kv_heads % parallel and parallel % kv_heads:  # a KV head may be copied to ranks
+        raise UserError(f"--tensor_parallel is {parallel}, but must divide the attention heads of {path}, "
+                        f"{heads}, and divide its KV heads, {kv_heads}, or be a multiple of them.")
 
 
 def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:

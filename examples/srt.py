@@ -87,7 +87,7 @@ def main(args: Args) -> None:
         run.phase("sync")
         sampler.load(policy.named_tensors(run.dtype))
 
-        # 2. Sample N responses to every prompt: sharded over the ranks, gathered on all of them.
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
         groups = run.sample(prompts, args.votes)
@@ -110,19 +110,19 @@ def main(args: Args) -> None:
                 train.append(responses[i])
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
 
-        # 4. Score: log-probs of the trained responses under the policy that sampled them (what the ratio
-        #    divides by) and under the frozen initial model. With a single minibatch, step 6 has the old ones.
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
         run.phase("score")
         if args.num_minibatches > 1:
             policy.score(train, "old_logp", args.temperature)
         if reference:
             reference.score(train, "ref_logp", args.temperature)
 
-        # 5. Compare: the sampler must have run this very policy, else stop before anything is updated.
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; its micro-batches are what fits into memory.
+        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -130,19 +130,19 @@ def main(args: Args) -> None:
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T)  # a single minibatch: the ratio is 1, its gradient is not 0
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3: an unbiased estimate of KL(pi, pi_ref), never negative
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, on all ranks.
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
                 loss = (loss_T * weight_T).sum()
-                (loss * run.ranks).backward()  # FSDP averages the ranks' gradients, but their losses add up
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
             grad_norm = policy.clip_grad_norm(args.grad_clip)

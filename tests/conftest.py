@@ -2,12 +2,17 @@
 
 import contextlib
 import functools
+import importlib
+import itertools
 import json
 import os
 import random
 import runpy
 import signal
+import sys
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -123,3 +128,228 @@ def llama(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# --------------------------------------- watching a script's own main() ------------------------------------
+# What the responses of a problem answer, a letter each: g the gold answer, a to c wrong ones, w one without a
+# digit, - none. So there is every kind of vote, whatever the toy writes; ETTRL's further leaves begin again.
+VOTES = {0: "ggggaab-", 1: "aaagggbw", 2: "abc-gwba", 3: "aaaaaaag", 4: "gggggggg"}
+INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "ggggbbbb", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
+ANSWERS = dict(a="101", b="202", c="303", w="no idea")
+
+# Temperature, KL and entropy count, the second minibatch leaves the clip range, several micro-batches
+WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=24, temperature=0.8,
+               num_minibatches=2, micro_tokens=300, lr=4e-4, warmup=0.0, grad_clip=1e9, weight_decay=0.1,
+               clip_low=0.05, clip_high=0.08, kl_coef=0.2, entropy_coef=0.1, dtype="float32", sampler="hf")
+WATCHED_OF = dict(
+    evol_rl=dict(embedder="fake"), scrl=dict(tau_neg=0.3, lambda_h=0.4), restrain=dict(kappa=3),
+    ettrl=dict(trunks=3, forks=1, branches=2),
+    dynamic_rl=dict(dataset="", max_question_tokens=96, lambda_q=0.7, lambda_dq=0.4, lambda_da=1.3, lambda_s=0.6))
+
+
+class FakeEmbedder:
+    """Unit vectors [3] that depend on the text and on the embedder's name, for EVOL-RL."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, texts: list[str]) -> list[torch.Tensor]:
+        vectors = []
+        for text in texts:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {text}".encode()))
+            vectors.append(torch.nn.functional.normalize(torch.randn(3, generator=generator), dim=0))
+        return vectors
+
+
+def all_but_the_second(keep=(True, False, True, True, True)):
+    """A keep_question for Dynamic RL that filters the second of five questions, whatever they are."""
+    verdicts = itertools.cycle(keep)
+
+    def keep_question(text: str) -> bool:
+        return next(verdicts)
+
+    return keep_question
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, whole if it is sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
+
+
+def spy(owner, name, before=None, after=None) -> None:
+    """before(arguments) and after(result, arguments) are called around this one object's method."""
+    original = getattr(owner, name)
+
+    def spied(*arguments, **options):
+        if before:
+            before(*arguments, **options)
+        result = original(*arguments, **options)
+        if after:
+            after(result, *arguments, **options)
+        return result
+
+    setattr(owner, name, spied)
+
+
+class Watched:
+    """A run of a script's main: what it samples, rewards, trains, and sends to the optimizer.
+
+    answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so that
+    it differs from the reference. meddle(run): further spies, or faults, put in before the first step."""
+
+    def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
+        self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle
+        self.module, self.flags = importlib.import_module(script), flags
+        self.calls = []        # the loop's verbs, in order
+        self.generated = []    # of the sampler, per call: requests, options, and whether it had the policy's weights
+        self.samples = []      # of run.sample, per call: step, prompts, n, limits, groups, and tokens as sampled
+        self.groups = []       # of run.log_group, per prompt: step, prompt, responses, rewards, trained, label ...
+        self.updates = []      # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr, micros
+        self.weights = {}      # {step: weights of the policy that samples}; "initial": those of the checkpoint
+        self.metrics = []      # lines of metrics.jsonl
+        self.answered = {}     # {(step, problem): its responses that were given an answer}
+
+    def main(self) -> "Watched":
+        build = common.Run.__init__
+
+        def build_and_spy(run, args, train=True):
+            build(run, args, train)
+            self.args, self.run = args, run
+            self._spy(run)
+            if self.meddle:
+                self.meddle(run)
+
+        instead = contextlib.nullcontext()
+        if self.script == "evol_rl":
+            instead = mock.patch.object(self.module, "Embedder", FakeEmbedder)
+        if self.script == "dynamic_rl":
+            instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
+        with mock.patch.object(common.Run, "__init__", build_and_spy), \
+                mock.patch.object(sys, "argv", [f"{self.script}.py"]), \
+                instead:
+            self.metrics = run_toy(self.module, self.out, **self.flags)
+        return self
+
+    def policy_weights(self) -> dict[str, torch.Tensor]:
+        return {name: full(p) for name, p in self.run.policy.model.named_parameters()}
+
+    def gradient(self) -> dict[str, torch.Tensor]:
+        return {name: full(p.grad) for name, p in self.run.policy.model.named_parameters()}
+
+    def _spy(self, run) -> None:
+        call = self.calls.append
+        self.weights["initial"] = self.policy_weights()
+        spy(run, "start", after=self._started)
+        spy(run, "sample", before=self._will_sample, after=self._sampled)
+        spy(run, "decode", after=self._decoded)
+        spy(run, "check_sampler", before=lambda responses: call("compare"))
+        spy(run, "log_group", before=self._voted)
+        spy(run, "minibatches", after=self._split)
+        spy(run, "end_step", before=lambda extra=None: call("end"))
+        spy(run.sampler, "load", before=lambda tensors: call("sync"))
+        spy(run.sampler, "generate", before=self._will_generate)
+        spy(run.sampler, "sleep", before=lambda: call("sleep"))
+        spy(run.policy, "score", before=lambda rollouts, into, temperature: call(into))
+        if run.reference:
+            spy(run.reference, "score", before=lambda rollouts, into, temperature: call(into))
+        spy(run.policy, "logprobs", before=self._forward)
+        spy(run.policy, "clip_grad_norm", before=self._will_clip, after=self._clipped)
+        spy(run.optimizer, "step", before=self._will_step)
+
+    def _started(self, result) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.run.policy.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * self.noise * 0.05
+            with torch.no_grad():
+                parameter.add_(noise.to(parameter.device))
+
+    def _will_generate(self, requests, temperature, top_p=1.0, top_k=0) -> None:
+        policy, sampler = self.policy_weights(), dict(self.run.sampler.model.named_parameters())
+        fresh = all(torch.equal(policy[name], full(p).float()) for name, p in sampler.items())
+        options = dict(temperature=temperature, top_p=top_p, top_k=top_k)
+        self.calls.append("generate")
+        self.generated.append(SimpleNamespace(requests=requests, fresh=fresh, **options))
+
+    def _will_sample(self, prompts, n, limits=None) -> None:
+        self.weights.setdefault(self.run.step, self.policy_weights())
+
+    def _sampled(self, groups, prompts, n, limits=None) -> None:
+        tokens = [[list(r.response_ids) for r in group] for group in groups]
+        self.samples.append(SimpleNamespace(step=self.run.step, prompts=prompts, n=n, limits=limits,
+                                            groups=groups, tokens=tokens))
+
+    def _decoded(self, result, responses, problem) -> None:
+        if self.answers is None or not isinstance(problem.id, int):
+            return  # no problem: a prompt of Dynamic RL's or ETTRL's own
+        letters = (self.answers if self.run.step else INITIAL_VOTES)[problem.id]
+        first = self.answered.setdefault((self.run.step, problem.id), 0)
+        self.answered[self.run.step, problem.id] += len(responses)
+        for i, response in enumerate(responses, first):
+            letter = letters[i % len(letters)]
+            response.answer = problem.answer or "707" if letter == "g" else ANSWERS.get(letter)
+
+    def _voted(self, prompt, responses, classes, rewards, trained, label, negatives=frozenset()) -> None:
+        self.groups.append(SimpleNamespace(
+            step=self.run.step, prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
+            trained=trained, label=label, negatives=negatives))
+
+    def _split(self, minibatches, train) -> None:
+        self.calls.append("split")
+        for responses in minibatches:
+            self.updates.append(SimpleNamespace(step=self.run.step, responses=responses, train=train, micros=0,
+                                                gradient=None, stepped=False))
+
+    def _update(self) -> SimpleNamespace:
+        return next(update for update in self.updates if update.gradient is None)
+
+    def _forward(self, micro, temperature) -> None:
+        if torch.is_grad_enabled():
+            self._update().micros += 1
+
+    def _will_clip(self, largest) -> None:
+        update = self.update = self._update()
+        update.weights, update.gradient = self.policy_weights(), self.gradient()
+
+    def _clipped(self, norm, largest) -> None:
+        self.update.grad_norm = norm
+
+    def _will_step(self, closure=None) -> None:
+        if self.updates:  # else a checkpoint makes the optimizer's state
+            self.calls.append("update")
+            self.update.stepped, self.update.lr = True, self.run.optimizer.param_groups[0]["lr"]
+            self.update.clipped = self.gradient()
+
+
+@pytest.fixture(scope="session")
+def watch(tmp_path_factory):
+    """watch(script, **flags): its main() on five problems, watched. Equal calls share one run."""
+    folder = tmp_path_factory.mktemp("watched")
+    rows = read_lines(ROOT / "toy" / "train.jsonl")[:5]
+    problems = folder / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    number = itertools.count()
+
+    def prepare(script, **flags) -> Watched:
+        """The same, not yet run: for runs that must fail."""
+        flags = WATCHED | dict(dataset=str(problems)) | WATCHED_OF.get(script, {}) | flags
+        return Watched(script, folder / f"run{next(number)}", **flags)
+
+    @functools.lru_cache(maxsize=16)
+    def shared(script, flags) -> Watched:
+        return prepare(script, **dict(flags)).main()
+
+    def watch(script, **flags) -> Watched:
+        if {"meddle", "answers"} & set(flags):
+            return prepare(script, **flags).main()
+        return shared(script, tuple(sorted(flags.items())))
+
+    watch.problems = problems
+    watch.prepare = prepare
+    return watch
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):  # the formulas' examples
+            item.add_marker("quick")

@@ -149,16 +149,15 @@ def run_all(jobs: list[Job], workers: int) -> None:
                         running.remove((process, job))
                         if process.returncode:
                             raise UserError(f"a run failed; see {job.folder / 'log.txt'}.")
-                bar.n = sum(job.steps_done() for job in jobs)
-                bar.set_postfix_str(", ".join(job.folder.name for _, job in running))
-                bar.refresh()
+                bar.set_postfix_str(", ".join(job.folder.name for _, job in running), refresh=False)
+                bar.update(sum(job.steps_done() for job in jobs) - bar.n)
     finally:
         end([process for process, _ in running])
 
 
 def end(processes: list[subprocess.Popen], patience: float = 60) -> None:
-    """Terminate the runs: each finishes its step and writes a checkpoint. After `patience` seconds, or if we are
-    interrupted once more, they are killed."""
+    """Terminate the runs: each finishes its step and writes a checkpoint. After `patience` seconds, or if we
+    are interrupted once more, they are killed."""
     for process in processes:
         process.terminate()
     try:

@@ -64,49 +64,49 @@ class Args:
     answer_field: str = ""
     """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
     prompt: Literal["system", "suffix", "plain"] = "system"
-    """system: instruction as system turn. suffix: behind the question (SCRL). plain: no chat template."""
+    """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no template."""
     show_prompt: bool = False
-    """Print the exact text of the first prompt and exit."""
+    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
     seed: Seed = 1
     """Seeds of data order, sampling and subsets all derive from it."""
     epochs: CountOrZero = 80
-    """Passes over the problems. SCRL and ETTRL papers: AIME 80, AMC 30, MATH-500 10."""
+    """Passes over the problems (TTRL 3.1, SCRL 4.1, ETTRL 4: AIME 80, AMC 30, MATH-500 10)."""
     steps: CountOrZero = 0
     """Rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
     prompts_per_batch: Count = 8
-    """Problems per rollout batch (TTRL's released code: 8)."""
+    """Problems per rollout batch (EVOL-RL Table 3: 8; TTRL's released code: 8, for MATH-500 32)."""
     votes: Count = 64
-    """N, responses sampled per prompt; all of them vote (SCRL section 4.1, ETTRL section 4: 64)."""
+    """N, responses sampled per prompt; all of them vote (TTRL 3.1, SCRL 4.1, ETTRL 4: 64)."""
     train_samples: Count = 32
-    """G, the seeded random subset of the N that is trained (SCRL section 4.1, ETTRL section 4: 32)."""
+    """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Rollout temperature (TTRL's released code: 1.0); all log-probs and entropies are at it, too."""
+    """Of rollouts, log-probs, entropies (TTRL 3.1: 0.6, but 1.0 for Qwen2.5-Math; EVOL-RL Table 3: 1.0)."""
     max_prompt_tokens: Count = 1024
-    """A longer prompt is left out of training and counted; in evaluation its responses count as wrong."""
+    """A longer prompt is left out of training, and counts as wrong in evaluation (TTRL's code: 512, 1024)."""
     max_new_tokens: Count = 3072
-    """Length limit of a response (SCRL section 4.1, ETTRL section 4: 3072)."""
+    """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
-    """Peak learning rate of AdamW, betas 0.9 and 0.999 (SCRL section 4.1, ETTRL section 4: 5e-7)."""
+    """Peak learning rate of AdamW, betas 0.9 and 0.999 (TTRL 3.1, SCRL 4.1, ETTRL 4: 5e-7)."""
     weight_decay: NonNegative = 0.01
     """Of AdamW (TTRL's released code)."""
     warmup: Share = 0.03
-    """Share of the steps with linear warm-up from above 0, before a cosine to 0 (TTRL's released code)."""
+    """Share of the steps with linear warm-up (TTRL's released code), before a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (TTRL's released code)."""
     num_minibatches: Count = 8
-    """Optimizer steps per rollout batch (TTRL's released code: 8, one prompt's worth of sequences each)."""
+    """Optimizer steps per rollout batch (EVOL-RL Table 3, TTRL's released code: one per prompt's worth)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """Sequences of an optimizer step. mixed: a random mix of all prompts'. by_prompt: prompt after prompt."""
+    """What an optimizer step holds. mixed: all prompts. by_prompt: one after the other (released codes)."""
     clip_low: Share = 0.2
     """Ratios are clipped at 1 - clip_low (TTRL's released code) ..."""
     clip_high: NonNegativeOrInf = 0.2
     """... and at 1 + clip_high."""
     kl_coef: NonNegative = 0.001
-    """Weight of the KL term (k3) to the initial model (TTRL's released code); 0: no reference is loaded."""
+    """Weight of the KL term to the initial model (EVOL-RL Table 3; TTRL's code); 0: no reference model."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the mean token entropy; positive raises entropy (EVOL-RL)."""
+    """Weight of the mean token entropy; positive raises entropy (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
-    """seq-mean: mean over a response's tokens, then over responses. token-mean: over a minibatch's tokens."""
+    """seq-mean: over a response's tokens, then over responses (ETTRL Eq. 3). token-mean: over all tokens."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """auto: vLLM if it imports, else transformers."""
     gpu_memory: PositiveShare = 0.5
@@ -121,22 +121,30 @@ class Args:
     """Transformers' generate, padded rows, full logits: slow and obvious; gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recompute activations backward: a third more compute, a quarter of the memory. auto: on a GPU."""
-    micro_tokens: Count = 16384
-    """Padded tokens per micro-batch and rank; the result does not depend on it, memory does."""
+    micro_tokens: CountOrZero = 0
+    """Padded tokens per micro-batch and rank: memory, not the result. 0: 16384, or less if the GPU asks."""
+    offload: Literal["none", "reference", "optimizer"] = "none"
+    """Kept in host memory: the reference; also weights, gradients and AdamW. Not yet run on a GPU by us."""
+    plan: bool = False
+    """Print memory, time and disk space of this run, from the model's config alone, and exit."""
+    gpus: CountOrZero = 0
+    """With --plan: GPUs to plan for; 0: torchrun's ranks."""
+    gpu_gib: NonNegative = 0.0
+    """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval: str = "train"
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those at the start and at the end; 0: only these two."""
     eval_samples: Count = 16
-    """Responses per problem (SCRL section 4.1: 16)."""
+    """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
-    """0: greedy, with one sample (SCRL section 4.1: 0.6)."""
+    """0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3, EVOL-RL Table 3: 0.6)."""
     eval_top_p: PositiveShare = 0.95
-    """SCRL section 4.1: 0.95."""
+    """TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95."""
     eval_top_k: CountOrZero = 0
-    """0: off."""
+    """0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
-    """Report greedy pass@1 beside the sampled one."""
+    """Report greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
@@ -165,7 +173,7 @@ class Args:
         bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
-        if self.sampler == "vllm" and not has_vllm():
+        if self.sampler == "vllm" and not self.plan and not has_vllm():
             bad.append("--sampler is 'vllm', but vllm does not import here; install it or give --sampler hf.")
         if self.wandb and not util.find_spec("wandb"):
             bad.append("--wandb needs the package: pip install wandb.")
@@ -277,6 +285,7 @@ class Run(Plumbing):
         self.prepare(args, args.model or TOY_MODEL, train)
         self.policy = self.reference = self.optimizer = None
         if train:
+            self.announce("loading", f"Reading the weights of {self.model_path}")
             self.policy = self.load_policy(trainable=True)
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                                weight_decay=args.weight_decay, fused=True)
@@ -288,12 +297,15 @@ class Run(Plumbing):
     def load_policy(self, trainable: bool) -> Policy:
         args, gpu = self.args, self.device.type == "cuda"
         recompute = gpu if args.gradient_checkpointing == "auto" else args.gradient_checkpointing == "on"
+        offload = args.offload == "optimizer" or args.offload == "reference" and not trainable
+        length = args.max_prompt_tokens + args.max_new_tokens
         return Policy(self.model_path, self.device, self.dtype, trainable, recompute, args.micro_tokens,
-                      args.plain, args.max_prompt_tokens + args.max_new_tokens, args.trust_remote_code)
+                      args.plain, length, args.trust_remote_code, offload)
 
     def load_sampler(self):
         args = self.args
         if self.engine == "vllm":
+            self.announce("starting vLLM", "Starting vLLM (on a GPU it compiles for minutes)")
             return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, self.trains)
         kind = PlainSampler if args.plain else HFSampler
         return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
@@ -327,6 +339,7 @@ class Run(Plumbing):
         if not work:
             return []
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
+        self.measure("sampling")
         for (problem, _), group in zip(work, groups):
             self.decode(group, problem)
         return groups

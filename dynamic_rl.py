@@ -52,7 +52,7 @@ Solution: <step-by-step solution here>"""
 @dataclass
 class Args(common.Args):
     labels: Literal["majority", "gold"] = "majority"
-    """gold: supervised GRPO, only with --dataset. Semi-dynamic RL: --dataset, either label (Table 1)."""
+    """gold: the data set's answers (semi-dynamic RL of Table 1), needs --dataset. majority: the model's."""
     dataset: str = ""
     """Empty: Dynamic RL, the model writes its own questions. Given: semi-dynamic RL on these problems."""
     question_prompt: str = Z_0
@@ -347,7 +347,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

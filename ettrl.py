@@ -2,9 +2,9 @@
 arXiv:2508.11356).
 
 The idea: most tokens of 64 parallel responses repeat each other, so sample few trunks and fork them where the
-model was least sure (ETMR); and if the vote is won by responses the model was unsure of, scale their
-advantage down (EAR: by 0.8 to 1.2). Here all forks of all prompts go to the engine in one second call, as
-prompt + prefix: its prefix cache reuses the trunks.
+model was least sure (ETMR). And multiply every trained response's advantage by 0.8 to 1.2: by less if the
+model was less sure of it than of its group's average (EAR). Here all forks of all prompts go to the engine in
+one second call, as prompt + prefix: its prefix cache reuses the trunks.
 
     ETMR       score_t = -log pi(y_t) of a trunk's tokens; at the N highest draw token t anew    (Algorithm 1)
                leaves M (1 + B N), all of which vote                                                   (Eq. 8)
@@ -255,7 +255,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

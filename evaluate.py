@@ -1,10 +1,9 @@
-"""Score a model on benchmarks: pass@1 with its standard error, unbiased pass@k, maj@k, length, answered, cut
-off.
+"""Score a model on benchmarks: pass@1 with its standard error, pass@k, maj@k, length, answered, truncated.
 
     python evaluate.py                                                      # the toy on its own problems
     python evaluate.py --model runs/NAME/final --benchmarks math500,aime24,aime25 --preset ttrl
-    torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa --preset
-    evol_rl
+    torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
+        --preset evol_rl
 
 A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt. A flag given
 beside one wins over it.
@@ -49,12 +48,17 @@ class Args:
     """0: off."""
     max_new_tokens: int | None = None
     prompt: Literal["system", "suffix", "plain"] | None = None
-    """system: instruction as system turn. suffix: after the question. plain: no chat template (base
-    models)."""
+    """system: instruction as system turn. suffix: after the question. plain: no chat template."""
     max_prompt_tokens: int = 1024
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
     """Print the exact text of the first prompt and exit."""
+    plan: bool = False
+    """Print memory and time of this evaluation, from the model's config alone, and exit."""
+    gpus: int = 0
+    """With --plan: GPUs to plan for; 0: torchrun's ranks."""
+    gpu_gib: float = 0.0
+    """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
@@ -75,7 +79,7 @@ class Args:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         shared = ("model max_prompt_tokens max_new_tokens prompt seed sampler dtype gpu_memory "
-                  "trust_remote_code out question_field answer_field show_prompt").split()
+                  "trust_remote_code out question_field answer_field show_prompt plan gpus gpu_gib").split()
         options = {name: getattr(self, name) for name in shared}
         return common.Args(**options, eval=self.benchmarks, eval_samples=self.samples,
                            eval_temperature=self.temperature, eval_top_p=self.top_p, eval_top_k=self.top_k)
@@ -90,6 +94,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         sentence = str(error).replace("--eval_", "--").replace("--eval ", "--benchmarks ")
         raise common.UserError(sentence) from None
     results, majorities = {}, {}
+    run.announce("evaluate", f"Evaluating {run.model_path}")
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems, progress=True)
         verdicts = [g for g, _ in graded]

@@ -19,8 +19,8 @@ upper clip and an entropy bonus keep them.
 Why it works, when it fails, every table row as a command: docs/evol_rl.md.
 
     python evol_rl.py                                                                  # the toy, on a laptop
-    python evol_rl.py --model Qwen/Qwen2.5-Math-1.5B --dataset math500                 # one GPU
-    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train
+    python evol_rl.py --model Qwen/Qwen3-1.7B-Base --dataset math500                   # one GPU
+    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --eval aime25
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
@@ -41,7 +41,7 @@ class Args(common.Args):
     labels: Literal["majority", "gold"] = "majority"
     """majority: EVOL-RL. gold: correct responses take the majority's place, the RLVR variant of Figure 4."""
     novelty: bool = True
-    """Off: TTRL's reward, 1 and 0 ('-Novelty Reward' of Table 2); needs no embedder."""
+    """Off: 1 and 0 as TTRL's, for valid responses ('-Novelty Reward' of Table 2); needs no embedder."""
     alpha: Share = 0.5
     """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
@@ -213,7 +213,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

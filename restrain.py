@@ -18,7 +18,8 @@ Why it works, when it fails, every table row as a command: docs/restrain.md.
 
     python restrain.py                                                                 # the toy, on a laptop
     python restrain.py --model Qwen/Qwen3-1.7B-Base --prompt plain --dataset aime24    # one GPU
-    torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --prompts_per_batch 128
+    torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\
+        --prompts_per_batch 128
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
@@ -206,7 +207,8 @@ def main(args: Args) -> None:
                                        else weight_of.get(prompt.id, online))
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
-            label = weighted_labels(classes_N, label_sigma(args)) if plus_N.any() else None  # None: penalised
+            penalised = majority_count(classes_N) < args.kappa
+            label = None if penalised else weighted_labels(classes_N, label_sigma(args))
             run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
@@ -221,7 +223,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

@@ -44,7 +44,7 @@ class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature, and that of log-probs and entropies (section 4.1; Qwen2.5-Math: 1.0)."""
     prompt: Literal["system", "suffix", "plain"] = "suffix"
-    """suffix: SCRL's prompt. Math-specialised models take 'system' (released code)."""
+    """suffix: SCRL's for general models; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
     tau_pos: common.Share = 0.375
     """tau_pos of Eq. 4 (section 4.1; Table 5): the smallest share with which a majority is a label."""
     tau_marg: common.Share = 0.125
@@ -194,7 +194,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

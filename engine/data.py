@@ -136,6 +136,14 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     return problems
 
 
+def known_size(name: str, question_field: str = "", answer_field: str = "") -> int:
+    """Problems of a data set, without a download; 0 if they are not known."""
+    if name in BENCHMARKS:
+        return BENCHMARKS[name].size
+    here = name in TOYS or name.endswith(FILES)
+    return len(load_problems(name, question_field, answer_field, quiet=True)) if here else 0
+
+
 def _first(names: list[str], columns: dict[str, str]) -> str:
     return next((columns[name] for name in names if name in columns), "")
 

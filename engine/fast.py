@@ -5,8 +5,11 @@ attention sees rows of prompt + response. Chunked head: logits exist for a few t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -44,11 +47,38 @@ def pack(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return inputs, torch.tensor(predict_from)
 
 
-def packed_attention(module, query, key, value, attention_mask, unpack=None, pack=None, **options):
+def pack_varlen(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+    """`pack` for a kernel that takes sequences of different length: nothing is padded, queries lie in place.
+
+    A response asks only with its own tokens, the first one of a prompt with the prompt's, too; `keys` lists
+    the tokens of prompt + response, one sequence after another. `query_starts` and `key_starts` [sequences +
+    1] say where sequences begin; one that asks nothing (a response of one token) is left out."""
+    inputs, predict_from = pack(rollouts)
+    unpack = inputs.pop("unpack")
+    longest = unpack.shape[1]
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.response_ids) - 1 for r in rollouts])
+    queries = torch.bincount(inputs.pop("pack") // longest, minlength=len(rollouts))
+    asks = queries > 0
+    keys = torch.cat([row[:length] for row, length in zip(unpack[asks], lengths[asks])])
+    query_starts, key_starts = (F.pad(n[asks].cumsum(0), (1, 0)).int() for n in (queries, lengths))
+    inputs |= dict(keys=keys, query_starts=query_starts, key_starts=key_starts, longest=longest)
+    return inputs, predict_from
+
+
+def packed_attention(module, query, key, value, attention_mask, unpack=None, pack=None, keys=None,
+                     query_starts=None, key_starts=None, longest=0, **options):
     """Attention of rows that lie packed in one row of tokens: [1, heads, tokens, d] -> [1, tokens, heads, d].
 
-    Padding is on the right, so causal attention never sees it and needs no mask. Without `unpack` and `pack`
-    this is ordinary causal attention."""
+    Padding is on the right, so causal attention never sees it and needs no mask. With `keys` it is torch's
+    variable-length attention (not run on a GPU by us yet; `varlen_works` tries it before it is used). Without
+    any of them this is ordinary causal attention."""
+    if keys is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, d]
+        key, value = (F.embedding(keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (key, value))
+        # causal: the last query of a sequence sees its last key, the one before sees one less, and so on
+        out = varlen.varlen_attn(query, key, value, query_starts, key_starts, longest, longest,
+                                 scale=options.get("scaling"), window_size=(-1, 0), enable_gqa=True)
+        return out[None], None
     if unpack is None:
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
@@ -64,6 +94,35 @@ def packed_attention(module, query, key, value, attention_mask, unpack=None, pac
 
 
 AttentionInterface.register("packed", packed_attention)
+
+
+def varlen_works(config, device, dtype) -> bool:
+    """Whether variable-length attention gives what padded rows give, gradients included, on this device."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads)
+    rollouts = []
+    for prompt, response in ((5, 40), (5, 1), (5, 3), (70, 2)):  # three responses to a prompt, one to another
+        rollouts.append(Rollout([prompt] * prompt, [0] * response, torch.zeros(response), True))
+    tokens, generator = len(pack(rollouts)[0]["position_ids"][0]), torch.Generator().manual_seed(0)
+    tensors, results = [], []
+    for n in (heads, kv_heads, kv_heads):
+        x = torch.randn(1, n, tokens, head_size, generator=generator)
+        tensors.append(x.to(device, dtype).requires_grad_())
+    try:
+        for rows in (pack, pack_varlen):
+            inputs = on_device(rows(rollouts)[0], device)
+            out, _ = packed_attention(module, *tensors, None, **inputs)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+    except (RuntimeError, ValueError, NotImplementedError):  # no kernel for this GPU, type or head size
+        return False
+    return all(torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*results))
+
+
+def on_device(inputs: dict, device) -> dict:
+    """Model inputs with their tensors moved there."""
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
 # -------------------------------------------------- chunked head --------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -90,7 +91,13 @@ def parse_resumed(args_class: type, args, description: str):
     run = read_run(Path(args.out))
     if run["script"] != script_name():
         raise UserError(f"--resume: {args.out} is a run of {run['script']}.py.")
-    known = {k: v for k, v in run["args"].items() if k in args_class.__dataclass_fields__}
+    hints, known = typing.get_type_hints(args_class), {}
+    for name, value in run["args"].items():
+        if name in hints and not fits(value, hints[name]):
+            raise UserError(f"--resume: {args.out}/run.json is damaged, its {name} is {value!r}; there is no run "
+                            "to go on with.")
+        if name in hints:
+            known[name] = value
     known["trust_remote_code"] = False  # never taken from a folder
     args = tyro.cli(args_class, default=args_class(**known), description=description)
     for name, value in dataclasses.asdict(args).items():
@@ -101,6 +108,13 @@ def parse_resumed(args_class: type, args, description: str):
             if int(os.environ.get("RANK", 0)) == 0:
                 print(f"Resuming with another --{name}: {value} (was {known.get(name)})", flush=True)
     return args
+
+
+def fits(value, hint) -> bool:
+    """Whether an option of this type can have this value."""
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def read_run(folder: Path) -> dict:
@@ -121,17 +135,37 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
+DOING = ["start-up"]  # what the run is at, for the sentence about memory that ran out
+
+
 def launch(main, args_class: type, toy: dict) -> None:
     """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
     try:
         main(parse(args_class, toy))
     except UserError as error:
         leave_after(error)
+    except Exception as error:
+        if sentence := out_of_memory(error):
+            leave_after(UserError(sentence))
+        raise
     if distributed() and "vllm" not in sys.modules:
         # leave together, and at once: a rank that unwinds while another still talks to it may abort
         gather(None)
         dist.destroy_process_group()
         leave(0)
+
+
+def out_of_memory(error: Exception) -> str:
+    """What to do if a GPU's memory was not enough, for torch or for vLLM at its start; else empty."""
+    at_start = isinstance(error, ValueError) and DOING[0] == "starting vLLM" and "memory" in str(error)
+    if not isinstance(error, torch.OutOfMemoryError) and not at_start:
+        return ""
+    sampling = DOING[0] in ("starting vLLM", "sync", "sample", "evaluate")
+    remedy = ("a smaller --gpu_memory leaves more to the trainer, a larger one more to vLLM" if sampling else
+              "give a smaller --micro_tokens, --gradient_checkpointing on, or --offload optimizer")
+    reason = " ".join(str(error).split(". ")[:2]).strip()
+    return (f"the GPU's memory was not enough ({DOING[0]}: {reason}); {remedy}. --plan shows what takes it; "
+            "--resume goes on from the newest checkpoint.")
 
 
 def leave_after(error: UserError) -> None:

@@ -1,6 +1,6 @@
 """A plan before anything is loaded: does a run fit its GPUs, which flags make it fit, how long does it take?
 
-    plan_from_args(args, config, ranks=8, gpu_gib=80).table()
+    python ttrl.py --model Qwen/Qwen2.5-Math-7B --plan --gpus 8 --gpu_gib 80
 
 From the model's config alone, with the formulas of engine/sizes.py. tests/test_plan.py holds the policy's
 part to a simulation; what CUDA, NCCL and vLLM take, and all times, are estimates, not confirmed on a GPU."""
@@ -8,12 +8,16 @@ part to a simulation; what CUDA, NCCL and vLLM take, and all times, are estimate
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
+import torch
+
 from engine.base import UserError
+from engine.setup import planned_ranks
 from engine.sizes import (
-    GIB, VLLM_ASLEEP, Options, Shape, activations, checkpoint_bytes, host_bytes, kv_bytes_per_token, kv_room,
-    kv_sequences, resident, scoring_moments, shape_of, total, update_moments)
+    GIB, VLLM_ASLEEP, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
+    kv_bytes_per_token, kv_room, kv_sequences, resident, scoring_moments, shape_of, total, update_moments)
 
 # What no tensor accounts for: CUDA context 0.5 GiB, NCCL 0.3 to 1, cuBLAS and what FSDP holds for its other
 # streams, about 2 together; and 5% of a GPU for fragmentation, since micro-batches differ in shape.
@@ -21,6 +25,9 @@ OVERHEAD, USABLE_SHARE = 2 * GIB, 0.95
 MFU, BANDWIDTH_SHARE = 0.4, 0.6  # assumed: reached of the data sheets' peaks
 MOST_SEQUENCES = 256             # that vLLM decodes at a time
 SYNC_SPEED = 20e9                # assumed: bytes/s of gathering weights and writing them into vLLM
+MICRO_TOKENS = (16384, 8192, 4096, 1)  # tried in turn; 1: one sequence at a time
+CPU_FLOPS = 30e9                 # assumed: float32 operations/s of one thread
+TOY_WORK = 16 * 32 * 128 * 355_584  # tokens sampled in a step x parameters
 GPUS = {  # dense bf16 FLOP/s and bytes/s (data sheets); GIB from which a GPU of unknown name is taken for it
     "B200": (2250e12, 8.0e12, 160), "H200": (989e12, 4.8e12, 120), "H100": (989e12, 3.35e12, 60),
     "L40S": (362e12, 0.86e12, 41), "A100": (312e12, 1.55e12, 36), "RTX 4090": (165e12, 1.0e12, 0)}
@@ -173,9 +180,9 @@ class Plan:
                 kept, again = activations(s, o.c, tokens, False), activations(s, o.c, tokens, True)
                 sizes = f"{gib(kept)}, recomputed {gib(again)}"
                 lines += [f"activations of the largest {what}, {tokens:,} tokens: {sizes}"]
-            at_most = (o.keep + 1) * checkpoint_bytes(s) + 4 * s.weights  # one being written; the final model
+            at_most = (o.keep + 1) * checkpoint_bytes(s) + final_bytes(s, o)  # one is being written
             lines += [f"disk: {gib(checkpoint_bytes(s))} a checkpoint, {gib(at_most)} at most in all"]
-        cache = f"{kv_sequences(s, o)} sequences of {o.full_length:,} tokens"
+        cache = f"{kv_sequences(s, o):,} sequences of {o.full_length:,} tokens"
         return lines + [f"host memory of a node: {gib(host_bytes(s, o))}",
                         f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
                         f"({kv_bytes_per_token(s, o):,} bytes a token)"]
@@ -194,6 +201,9 @@ class Plan:
             lines[-1] += f", update {rate:,.0f}; a step {step:,.0f} s ({parts})"
             hours = f"{o.steps * step / 3600:,.1f} hours, without evaluations"
             lines += [f"  {o.steps:,} steps: at most about {hours}"] if o.steps else []
+        else:
+            seconds = seconds_per_step(s, o)["sampling"]
+            lines += [f"  {o.prompts_per_batch * o.votes:,} responses: at most {seconds / 3600:,.1f} hours"]
         return lines
 
 
@@ -270,18 +280,48 @@ def find_advice(s: Shape, o: Options, flags=None) -> dict[str, object]:
     return changes
 
 
-def plan_from_args(args, config, ranks: int, gpu_gib: float, train: bool = True, gpu: str = "",
+def machine(args) -> tuple[int, float, str]:
+    """(number of GPUs, GiB of each, their name) to plan for: --gpus and --gpu_gib, else what is here."""
+    ranks = planned_ranks(args)
+    if not torch.cuda.is_available():
+        return ranks, args.gpu_gib or 80.0, ""
+    here = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
+    return ranks, args.gpu_gib or here.total_memory / GIB, "" if args.gpu_gib else here.name
+
+
+def plan_from_args(args, config, ranks: int, gpu_gib: float, gpu: str = "", train: bool = True,
                    problems: int = 0) -> Plan:
     """The plan for a script's arguments; an option they lack keeps its default and is never advised.
 
     ranks: GPUs; gpu_gib: memory of each, in GiB; gpu: its name, for its speed; problems: how many are trained
-    on, for the number of steps if --steps is 0."""
+    on, for the number of steps if --steps is 0. --micro_tokens 0 becomes the largest tried that fits."""
     names = [field.name for field in dataclasses.fields(Options)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     flags = tuple(given)
     given |= dict(ranks=ranks, gpu_gib=gpu_gib, train=train, gpu=gpu)
+    if hasattr(args, "responses_per_prompt"):
+        given["votes"] = args.responses_per_prompt()
     if not given.get("steps"):
         given["steps"] = getattr(args, "epochs", 0) * (problems // given.get("prompts_per_batch", 8))
     if not train:  # all problems are asked at once
         given |= dict(votes=getattr(args, "eval_samples", 16), prompts_per_batch=problems or 500)
-    return plan(config, Options(**given), flags)
+    if given.get("micro_tokens") != 0:
+        return plan(config, Options(**given), flags)
+    plans = [plan(config, Options(**given | dict(micro_tokens=tokens)), flags) for tokens in MICRO_TOKENS]
+    return next((made for made in plans if made.fits), plans[0])
+
+
+# --------------------------------------------------- on a CPU -----------------------------------------------
+def cpu_sentence(args, config, threads: int) -> str:
+    """What a step of this size means for a CPU; empty if it is not much more than the toy's."""
+    s, length = shape_of(config), args.max_prompt_tokens + args.max_new_tokens
+    sampled = args.prompts_per_batch * args.responses_per_prompt() * args.max_new_tokens
+    if sampled * s.weights < 20 * TOY_WORK:
+        return ""
+    trained = args.prompts_per_batch * args.train_samples * length
+    passes = 3 + (args.num_minibatches > 1) + (args.kl_coef > 0)  # update; scores of policy and reference
+    work = sampled * flops_per_token(s, length, 1) + trained * flops_per_token(s, length, passes)
+    hours = work / (threads * CPU_FLOPS) / 3600
+    return (f"This is a CPU, and a step samples up to {sampled:,} tokens from {s.weights / 1e9:.2f}e9 "
+            f"parameters: if responses have full length, about {hours:,.1f} hours a step. It goes on; a GPU, "
+            "or smaller --votes, --prompts_per_batch and --max_new_tokens, take less.")

@@ -15,10 +15,13 @@ import torch
 from engine import checkpoint
 from engine.answers import grading_budget
 from engine.base import Rollout, UserError, gather
-from engine.data import Problem, encode_prompt, load_problems, show_prompt
+from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
+from engine.options import DOING
 from engine.runfolder import RunFolder
-from engine.setup import has_vllm, read_model, start_processes
+from engine.plan import GIB, OVERHEAD, cpu_sentence, machine, plan_from_args
+from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
+from engine.sizes import checkpoint_bytes, shape_of
 
 
 class Plumbing:
@@ -33,22 +36,63 @@ class Plumbing:
         torch.manual_seed(args.seed)
         if not args.model:
             torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
-        self.config, self.tokenizer, self.stop_ids = read_model(model_path, args)
+        self.config = read_config(model_path, args)
+        if args.plan:
+            self._print_plan()
+        self.tokenizer, self.stop_ids = read_tokenizer(model_path, self.config, args)
         self._load_data()
         if args.show_prompt:
             self._show_prompt()
         self.device, self.rank, self.world_size = start_processes()
-        self.folder = RunFolder(args, self.rank, self.world_size, self.device)
-        self.say, self.out = self.folder.say, self.folder.path
         bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.engine = args.sampler if args.sampler != "auto" else "vllm" if has_vllm() else "hf"
         if args.plain:
             self.engine = "plain"
+        self._check_plan()
+        self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes())
+        self.say, self.out = self.folder.say, self.folder.path
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, {self.world_size} rank(s) "
                  f"on {self.device.type}, stop ids {self.stop_ids}")
+        threads = torch.get_num_threads() * self.world_size
+        if train and self.device.type == "cpu" and (sentence := cpu_sentence(args, self.config, threads)):
+            self.say(sentence)
         self.first_step, self.stop_signal, self.bad_steps = 1, 0, 0
         self.begin_step(0)
+
+    def _print_plan(self) -> None:
+        """--plan: the table, from the config alone, and exit: code 0 if it fits, else 1."""
+        args, problems = self.args, 0
+        for name in [self.args.dataset] if self.trains else self.args.eval.split(","):
+            problems += known_size(name.strip(), args.question_field, args.answer_field)
+        plan = plan_from_args(args, self.config, *machine(args), self.trains, problems)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(plan.table())
+            if args.plain or args.sampler == "hf":
+                print("This is the plan of a run with vLLM; none is made for --sampler hf and --plain.")
+            sys.stdout.flush()
+        sys.exit(0 if plan.fits else 1)
+
+    def _check_plan(self) -> None:
+        """Before weights are loaded on a GPU: raises UserError if they would not fit, with what would.
+
+        Sets --micro_tokens if the plan is to choose it. Sampling without vLLM is not planned."""
+        args, self.plan = self.args, None
+        if args.offload != "none" and self.device.type == "cpu":
+            raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
+        if self.device.type == "cuda" and self.engine == "vllm":
+            problems = len(self.problems) if self.trains else sum(map(len, self.benchmarks.values()))
+            self.plan = plan_from_args(args, self.config, *machine(args), self.trains, problems)
+            self.plan.check()
+        args.micro_tokens = self.plan.options.micro_tokens if self.plan else args.micro_tokens or 16384
+
+    def _disk_bytes(self) -> int:
+        """What the run writes at most: --keep checkpoints, one more while it is written, the final model."""
+        if not self.trains:
+            return 0
+        checkpoints = self.args.keep + 1 if self.args.checkpoint_every else 0
+        shape = shape_of(self.config)
+        return checkpoints * checkpoint_bytes(shape) + self.dtype.itemsize * shape.weights
 
     def _load_data(self) -> None:
         args = self.args
@@ -110,6 +154,7 @@ class Plumbing:
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
         if self.first_step == 1 and self.benchmarks:
+            self.announce("evaluate", f"Evaluating the initial model on {', '.join(self.benchmarks)}")
             self.folder.log(0, self.evaluate())
 
     def steps(self):
@@ -123,7 +168,14 @@ class Plumbing:
         """Forget what the last step left for the log. Step 0: before the first."""
         self.step, self.began, self.seconds, self.running = step, time.time(), {}, None
         self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
-        self.logp_diff, self.tokens = {}, Counter()
+        self.logp_diff, self.tokens, self.measured = {}, Counter(), {}
+        if step:
+            self.policy.synced = 0
+
+    def announce(self, what: str, sentence: str) -> None:
+        """A line for what takes minutes on a GPU and is silent."""
+        DOING[0] = what
+        self.say(f"{sentence} ...")
 
     def phase(self, name: str | None) -> None:
         """The time from here to the next call is logged as seconds/name."""
@@ -133,7 +185,16 @@ class Plumbing:
         if self.running:
             last, since = self.running
             self.seconds[last] = self.seconds.get(last, 0.0) + now - since
+            if last in ("score", "update"):
+                self.measure({"score": "scoring"}.get(last, last))
         self.running = (name, now) if name else None
+        DOING[0] = name or "the end of a step"
+
+    def measure(self, phase: str) -> None:
+        """Log what is taken of the GPU at the end of a phase of the plan; torch keeps what it once took."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            self.measured[phase] = max((total - free) / GIB, self.measured.get(phase, 0.0))
 
     def finish(self) -> None:
         """Final model, the first and last evaluation side by side, where the time went, curves."""
@@ -155,7 +216,7 @@ class Plumbing:
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong."""
         if not isinstance(label, dict):
-            label = {} if label is None else {label: 1.0}
+            label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
                                 trained=set(trained), label=label, negatives=sorted(negatives)))
 
@@ -207,6 +268,11 @@ class Plumbing:
         metrics["seconds/step"] = time.time() - self.began
         for name, count in self.tokens.items():
             metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
+        metrics["sync_gib"] = self.policy.synced / GIB
+        for phase, taken in self.measured.items():
+            metrics[f"measured_gib/{phase}"] = taken
+            if self.plan:
+                metrics[f"planned_gib/{phase}"] = (self.plan.peaks[phase] + OVERHEAD) / GIB
         if self.device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
@@ -221,7 +287,7 @@ class Plumbing:
 
     def _warn(self, metrics: dict[str, float]) -> None:
         """Say aloud what makes a run pointless and is easy to mend."""
-        if metrics.get("answered", 1.0) == 0:
+        if self.groups and metrics.get("answered", 1.0) == 0:
             text = self.groups[0]["responses"][0].text
             self.folder.warn("no response has an answer in \\boxed{}, so nothing is learned; is --prompt "
                              "right for this model (--show_prompt), is --max_new_tokens enough? One response "

@@ -13,20 +13,22 @@ from pathlib import Path
 from engine import checkpoint
 from engine.base import UserError, gather, write_atomically
 from engine.options import script_name
-from engine.setup import describe
+from engine.setup import bytes_on_disk, describe
+from engine.sizes import GIB
 
 
 class RunFolder:
     """Rank 0 writes, the others only take part in the errors."""
 
-    def __init__(self, args, rank: int, ranks: int, device):
+    def __init__(self, args, rank: int, ranks: int, device, disk_bytes: int = 0):
+        """disk_bytes: what the run's checkpoints and final model take at most."""
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
-        if error := gather(self._open(ranks, device) if rank == 0 else None)[0]:
+        if error := gather(self._open(ranks, device, disk_bytes) if rank == 0 else None)[0]:
             raise UserError(error)
 
-    def _open(self, ranks: int, device) -> str | None:
+    def _open(self, ranks: int, device, disk_bytes: int) -> str | None:
         """Lock the folder and write run.json, before anything slow. Returns what is wrong."""
         out = self.path
         ours = (out / "run.json").exists()
@@ -40,6 +42,12 @@ class RunFolder:
         if ours and not self.args.resume:
             return (f"--out is '{out}', which already holds a run; give --resume to go on with it, "
                     "or another folder.")
+        disk = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(disk).free + bytes_on_disk(out / "checkpoints")
+        if free < disk_bytes:
+            return (f"--out is '{out}', on a disk with {free / GIB:.2f} GiB to spare, but checkpoints and "
+                    f"final model take {disk_bytes / GIB:.2f}; give another folder, a smaller --keep, or "
+                    "--checkpoint_every 0.")
         try:
             out.mkdir(parents=True, exist_ok=True)
             # the system lets go of it when this process dies, however it dies
@@ -163,8 +171,11 @@ class RunFolder:
             from tools import plot
             plot.plot([self.path], self.path / "curves.png")
             print(f"Curves: {self.path / 'curves.png'}")
+            from tools import report
+            report.write_report([self.path], self.path / "report.html")
+            print(f"Votes step by step: {self.path / 'report.html'}")
         except (ImportError, OSError) as error:
-            print(f"No curves drawn ({error}).")
+            print(f"No curves drawn or no report written ({error}).")
         print(f"Final model: {self.path / 'final'}", flush=True)
 
 

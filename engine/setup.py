@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 import torch
@@ -22,18 +22,32 @@ from engine.options import script_name
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed and imports."""
+    """Whether vLLM is installed. Raises UserError if it is, but does not import."""
+    if not util.find_spec("vllm"):
+        return False
     try:
         import vllm  # noqa: F401
-        return True
-    except Exception:  # a broken install raises all sorts of errors
-        return False
+    except Exception as error:  # a broken install raises all sorts of errors
+        raise UserError(f"vLLM is installed, but does not import here ({first_line(error)}); mend it, or "
+                        "give --sampler hf, which samples many times slower on a GPU.") from None
+    return True
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def planned_ranks(args) -> int:
+    """Ranks of this run, or those that --plan --gpus asks about."""
+    return args.gpus or int(os.environ.get("WORLD_SIZE", 1))
 
 
 def engine_errors(args) -> list[str]:
     """One sentence each: what is wrong with --tensor_parallel; fewer prompts than engines."""
-    ranks, parallel = int(os.environ.get("WORLD_SIZE", 1)), max(1, args.tensor_parallel)
+    ranks, parallel = planned_ranks(args), max(1, args.tensor_parallel)
     bad = []
+    if args.gpus and not args.plan:
+        bad.append(f"--gpus is {args.gpus}, but only --plan takes it; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
         bad.append(f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}.")
     elif args.prompts_per_batch < ranks // parallel:
@@ -41,53 +55,66 @@ def engine_errors(args) -> list[str]:
         bad.append(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at least the {what}, "
                    f"{ranks // parallel}.")
     other = args.plain or args.sampler == "hf"
-    if parallel > 1 and (other or args.sampler == "auto" and not has_vllm()):
+    missing = args.sampler == "auto" and not args.plan and not has_vllm()
+    if parallel > 1 and (other or missing):
         bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
                    "--sampler vllm, without --plain.")
     return bad
 
 
-def read_model(path: str, args):
-    """(config, tokenizer, ids of the tokens that end a response).
+def read_config(path: str, args):
+    """The model's config, which is all that a plan needs.
 
-    Raises UserError if the model cannot be read, is of another kind or cannot take the prompts."""
+    Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer"
     # a mistyped folder, not a Hub id
     if "/" in path and Path(path).parent.is_dir() and not Path(path).exists():
         raise UserError(f"{wanted}: no such folder.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{wanted}: {reason}") from None
+        raise UserError(f"{wanted}: {first_line(error)}") from None
     if config.is_encoder_decoder or getattr(config, "quantization_config", None):
         kind = "an encoder-decoder model" if config.is_encoder_decoder else "quantised"
         raise UserError(f"--model is '{path}', which is {kind}; give a causal language model in float32, "
                         "bfloat16 or float16.")
-    if args.prompt != "plain" and not tokenizer.chat_template:
-        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
-                        "give --prompt plain.")
     text = config.get_text_config()
-    if len(tokenizer) > text.vocab_size:
-        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, but the model's vocabulary "
-                        f"{text.vocab_size}.")
     context = getattr(text, "max_position_embeddings", None)
     if context and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
     if args.tensor_parallel > 1:
         check_heads(path, text, args.tensor_parallel)
-    return config, tokenizer, stop_tokens(path, tokenizer, text.vocab_size)
+    return config
+
+
+def read_tokenizer(path: str, config, args):
+    """(tokenizer, ids of the tokens that end a response). Raises UserError if it does not serve."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        raise UserError(f"--model is '{path}', but must be a Hub id or a folder with a model and its "
+                        f"tokenizer: {first_line(error)}") from None
+    if args.prompt != "plain" and not tokenizer.chat_template:
+        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
+                        "give --prompt plain.")
+    vocabulary = config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, but the model's vocabulary "
+                        f"{vocabulary}.")
+    return tokenizer, stop_tokens(path, tokenizer, vocabulary)
 
 
 def check_heads(path: str, text, parallel: int) -> None:
-    """Raises UserError if vLLM cannot give each of so many ranks equally many attention and KV heads."""
+    """Raises UserError if vLLM cannot split the model evenly among so many ranks."""
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % parallel or kv_heads % parallel and parallel % kv_heads:  # a KV head may be copied to ranks
+    inner = getattr(text, "intermediate_size", None) or heads
+    copies = parallel % kv_heads == 0  # more ranks than KV heads: each has a copy of one
+    if heads % parallel or inner % parallel or kv_heads % parallel and not copies:
         raise UserError(f"--tensor_parallel is {parallel}, but must divide the attention heads of {path}, "
-                        f"{heads}, and divide its KV heads, {kv_heads}, or be a multiple of them.")
+                        f"{heads}, and its inner size, {inner}, and divide its KV heads, {kv_heads}, or be a "
+                        "multiple of them.")
 
 
 def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
@@ -124,6 +151,10 @@ def start_processes() -> tuple[torch.device, int, int]:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
     return device, rank, ranks
+
+
+def bytes_on_disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def describe(args, ranks: int, device) -> dict:

@@ -4,7 +4,8 @@ They cover dense decoders of the Llama and Qwen kind (grouped KV heads, SwiGLU, 
 under FSDP2, as engine/policy.py and engine/fast.py run them; of other architectures only the parameters are
 counted, the rest is an estimate. Sizes are bytes per GPU unless said otherwise; c is the size of a number in
 the compute type. tests/test_plan.py holds `resident`, `scoring_moments` and `update_moments` to a simulation;
-not simulated, so estimates: --offload, the constants below, and all of vLLM. --plain is not covered."""
+not simulated, so estimates: --offload, the constants below, and all of vLLM. Attention is counted with padded
+rows, of which CUDA's variable-length kernel needs none. --plain and --sampler hf are not covered."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ PROCESS = 3 * GIB         # host memory of one rank: torch, CUDA, vLLM
 class Options:
     """What of a run decides its size and time. Flags by their names, then the machine."""
     micro_tokens: int = 16384
+    """0: plan_from_args chooses."""
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 3072
     prompts_per_batch: int = 8
@@ -158,12 +160,11 @@ def scoring_moments(s: Shape, o: Options, tokens: int, responses: int) -> list[d
     c, twice = o.c, 2 if o.ranks > 1 else 1
     stream = c * s.hidden * tokens          # the activations between two layers
     chunk = min(HEAD_CHUNK, responses * s.vocabulary)
-    policy = c * s.root                     # scored before: its root stays gathered until its backward pass
     # Root and first layer; a layer's silu(gate), up and product; logits of a chunk and their exponentials.
-    first = {"gathered weights": policy + twice * c * (s.root + s.layer), "activations": stream}
-    layer = {"gathered weights": policy + c * s.root + twice * c * s.layer,
+    first = {"gathered weights": twice * c * (s.root + s.layer), "activations": stream}
+    layer = {"gathered weights": c * s.root + twice * c * s.layer,
              "activations": 3 * c * s.inner * tokens + 4 * stream}
-    head = {"gathered weights": policy + c * s.root + (twice - 1) * c * s.layer,
+    head = {"gathered weights": c * s.root + (twice - 1) * c * s.layer,
             "activations": c * s.hidden * responses, "logits": 2 * 4 * chunk}
     return [first, layer, head]
 
@@ -216,13 +217,18 @@ def checkpoint_bytes(s: Shape) -> int:
     return 12 * s.weights
 
 
+def final_bytes(s: Shape, o: Options) -> int:
+    """On disk: the final model, in the compute type."""
+    return o.c * s.weights
+
+
 def host_bytes(s: Shape, o: Options) -> int:
-    """Of a node (8 ranks at most): the bf16 file, mapped once for all; processes; what is offloaded; and each
-    rank's largest FSDP group in float32 while loading, or rank 0's float32 copy of all while saving."""
+    """Of a node (8 ranks at most): the bf16 file, mapped once for all ranks, who read it group by group;
+    processes; rank 0's copy of the final model while it is saved; and what is offloaded."""
     node = min(o.ranks, 8)
     memory = 2 * s.weights + node * PROCESS
     if o.train:
-        memory += max(4 * node * max(s.root, s.layer), 4 * s.weights)
+        memory += final_bytes(s, o)
         memory += 16 * s.weights * node // o.ranks if o.offload == "optimizer" else 0
         memory += o.c * s.weights * node // o.ranks if o.offload != "none" and o.kl_coef > 0 else 0
     return memory

@@ -1,17 +1,15 @@
-"""SRT: ttrl.py with labels of the initial model, or on easy prompts alone (Shafayat et al. 2025,
-arXiv:2505.21444).
+"""SRT: ttrl.py with labels of the initial model or on easy prompts alone (Shafayat et al., arXiv:2505.21444).
 
 The idea: training on one's own majority works until the model learns to agree with itself. Two remedies: take
 the labels from the initial model, once (offline), and train on the prompts it agrees on most (easy).
 
-    label      y*  = the initial model's most frequent answer (--labels offline), or the current one's
-    (majority)
-    easy       the share --easy_fraction of the problems with the highest initial majority; the paper's set:
-    one third advantage, loss: GRPO, as in ttrl.py
+    label      y*  = the most frequent answer of the initial model (--labels offline) or of the current one
+    easy       the share --easy_fraction of the problems with the highest initial majority; SRT's: one third
+    advantage, loss: GRPO, as in ttrl.py
 
     python -m examples.srt                                                             # the toy, on a laptop
-    torchrun --nproc-per-node 8 -m examples.srt --model Qwen/Qwen3-4B-Base --dataset dapo --easy_fraction
-    0.333
+    torchrun --nproc-per-node 8 -m examples.srt --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\
+        --epochs 1 --labels majority --easy_fraction 0.333
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
@@ -122,7 +120,7 @@ def main(args: Args) -> None:
         if args.num_minibatches > 1:
             run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch. Its micro-batches, what fits memory, are dealt to the ranks.
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):

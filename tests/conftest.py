@@ -138,13 +138,14 @@ INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "ggggbbbb", 3: "gggggggg", 4: 
 ANSWERS = dict(a="101", b="202", c="303", w="no idea")
 
 # Temperature, KL and entropy count, the second minibatch leaves the clip range, several micro-batches
-WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=24, temperature=0.8,
+WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=20, temperature=0.8,
                num_minibatches=2, micro_tokens=300, lr=4e-4, warmup=0.0, grad_clip=1e9, weight_decay=0.1,
                clip_low=0.05, clip_high=0.08, kl_coef=0.2, entropy_coef=0.1, dtype="float32", sampler="hf")
 WATCHED_OF = dict(
     evol_rl=dict(embedder="fake"), scrl=dict(tau_neg=0.3, lambda_h=0.4), restrain=dict(kappa=3),
     ettrl=dict(trunks=3, forks=1, branches=2),
-    dynamic_rl=dict(dataset="", max_question_tokens=96, lambda_q=0.7, lambda_dq=0.4, lambda_da=1.3, lambda_s=0.6))
+    dynamic_rl=dict(dataset="", max_question_tokens=96, lambda_q=0.7, lambda_dq=0.4, lambda_da=1.3,
+                    lambda_s=0.6))
 
 
 class FakeEmbedder:
@@ -195,20 +196,20 @@ def spy(owner, name, before=None, after=None) -> None:
 class Watched:
     """A run of a script's main: what it samples, rewards, trains, and sends to the optimizer.
 
-    answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so that
-    it differs from the reference. meddle(run): further spies, or faults, put in before the first step."""
+    answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so
+    that it differs from the reference. meddle(run): further spies, or faults, put in before the first step."""
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
         self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle
         self.module, self.flags = importlib.import_module(script), flags
-        self.calls = []        # the loop's verbs, in order
-        self.generated = []    # of the sampler, per call: requests, options, and whether it had the policy's weights
-        self.samples = []      # of run.sample, per call: step, prompts, n, limits, groups, and tokens as sampled
-        self.groups = []       # of run.log_group, per prompt: step, prompt, responses, rewards, trained, label ...
-        self.updates = []      # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr, micros
-        self.weights = {}      # {step: weights of the policy that samples}; "initial": those of the checkpoint
-        self.metrics = []      # lines of metrics.jsonl
-        self.answered = {}     # {(step, problem): its responses that were given an answer}
+        self.calls = []      # the loop's verbs, in order
+        self.generated = []  # the sampler's calls: requests, options; fresh: it had the policy's weights
+        self.samples = []    # run.sample's calls: step, prompts, n, limits, groups, and the tokens as sampled
+        self.groups = []     # run.log_group's calls: step, prompt, responses, rewards, trained, label ...
+        self.updates = []    # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr, micros
+        self.weights = {}    # {step: weights that sampled}; "initial": the checkpoint's
+        self.metrics = []    # lines of metrics.jsonl
+        self.answered = {}   # {(step, problem): how many of its responses were given an answer}
 
     def main(self) -> "Watched":
         build = common.Run.__init__
@@ -297,8 +298,9 @@ class Watched:
     def _split(self, minibatches, train) -> None:
         self.calls.append("split")
         for responses in minibatches:
-            self.updates.append(SimpleNamespace(step=self.run.step, responses=responses, train=train, micros=0,
-                                                gradient=None, stepped=False))
+            update = SimpleNamespace(step=self.run.step, responses=responses, train=train, micros=0,
+                                     gradient=None, stepped=False)
+            self.updates.append(update)
 
     def _update(self) -> SimpleNamespace:
         return next(update for update in self.updates if update.gradient is None)
@@ -332,7 +334,9 @@ def watch(tmp_path_factory):
 
     def prepare(script, **flags) -> Watched:
         """The same, not yet run: for runs that must fail."""
-        flags = WATCHED | dict(dataset=str(problems)) | WATCHED_OF.get(script, {}) | flags
+        flags = WATCHED | dict(dataset="problems.jsonl") | WATCHED_OF.get(script, {}) | flags
+        if flags["dataset"] == "problems.jsonl":
+            flags["dataset"] = str(problems)
         return Watched(script, folder / f"run{next(number)}", **flags)
 
     @functools.lru_cache(maxsize=16)

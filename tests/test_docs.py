@@ -35,7 +35,7 @@ LOCAL = {f"math500_level{level}.jsonl": size for level, size in enumerate([43, 9
 LOCAL |= {"numinamath_10k.jsonl": 10_000, "problems.jsonl": 0}
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
-KNOWN_FLAGS = "help nproc-per-node nnodes node-rank master-addr durations".split()  # torchrun's and pytest's
+KNOWN_FLAGS = "nproc-per-node nnodes node-rank master-addr durations".split()  # torchrun's and pytest's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 each_paper = pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -93,7 +93,7 @@ def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace
             where = f"{page.name}: {row}"
             rows.append(SimpleNamespace(where=where, command=command, gpus=gpus, batches=batches, read=read))
     for span in spans(text):
-        if not re.match(r"(\$[A-Z]|python |torchrun |\w+\.py -)", span) or "..." in span:
+        if not re.match(r"(\$\w+ |python |torchrun |\w+\.py -)", span) or "..." in span:
             continue
         command = ("python " if re.match(r"\w+\.py ", span) else "") + expand(span, variables)
         if command.startswith(("python ", "torchrun ")):  # else a variable that holds a part of one
@@ -105,11 +105,11 @@ def understand(command: str) -> SimpleNamespace | None:
     """(module, its Args from the flags, world size) of a command that runs a script; None: another program.
 
     Asserts that the program, the script or the file exists. SystemExit: an unknown flag or value."""
-    model = re.search(r" --model (\S+)", command)
-    run = understand_any_model(command.replace(model[0], " --model M") if model else command)
-    if not run or not model:
+    models = re.findall(r" --model (\S+)", command)
+    run = understand_any_model(re.sub(r" --model \S+", " --model M", command))
+    if not run or not models:
         return run
-    args = dataclasses.replace(run.args, model=model[1])
+    args = dataclasses.replace(run.args, model=models[-1])  # of a flag given twice the later value counts
     return SimpleNamespace(name=run.name, args=args, world=run.world)
 
 
@@ -150,6 +150,8 @@ def understand_any_model(command: str) -> SimpleNamespace | None:
 def errors_of(run: SimpleNamespace, monkeypatch) -> list[str]:
     """What the script itself says against its arguments, and prompts and responses beyond a known context."""
     monkeypatch.setenv("WORLD_SIZE", str(run.world))
+    for module in ("common", "engine.setup"):  # the pages' machines have vLLM
+        monkeypatch.setattr(f"{module}.has_vllm", lambda: True)
     args = run.args.run_args() if run.name == "evaluate" else run.args
     bad = args.errors()
     for model, context in CONTEXT.items():
@@ -173,7 +175,8 @@ def batches(run: SimpleNamespace) -> int:
     args = run.args
     if args.dataset and args.dataset not in BENCHMARKS and args.dataset not in TOYS:
         assert args.steps, "a file's number of problems is not known before it is read: give --steps"
-    return args.steps or args.epochs * (size(args.dataset, run) // args.prompts_per_batch)
+    problems = round(getattr(args, "easy_fraction", 1) * size(args.dataset, run)) if args.dataset else 0
+    return args.steps or args.epochs * (problems // args.prompts_per_batch)
 
 
 def sampled(run: SimpleNamespace) -> tuple[int, int]:
@@ -226,26 +229,28 @@ def test_batches_and_the_share_of_evaluation(page):
         check_cost(row.where, run)
     for where, command in free:
         run = understand(command)
-        if run and run.name != "evaluate" and LOCAL.get(run.args.dataset, 1):
+        if run and run.name != "evaluate" and run.args.model and LOCAL.get(run.args.dataset, 1):
             check_cost(where, run)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_commands_of_the_docstrings(name, capsys, monkeypatch):
-    docstring = importlib.import_module(name).__doc__
+    docstring = importlib.import_module(name).__doc__.replace("\\\n", " ")
     lines = [line.strip() for line in docstring.splitlines()]
     commands = [line for line in lines if line.startswith(("python ", "torchrun "))]
     assert len(commands) >= 2
     for command in commands:
         run = check(f"{name}'s docstring", command, capsys, monkeypatch)
         assert run.name == name
-        if name in TRAINING:
+        if name in TRAINING and run.args.model:
             check_cost(f"{name}'s docstring: {command}", run)
 
 
 @each_page
 def test_flags_exist(page):
-    known = set(KNOWN_FLAGS)
+    known = {"help", *KNOWN_FLAGS}
+    for tool in (ROOT / "tools").rglob("*.py"):
+        known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
         for field in importlib.import_module(name).Args.__dataclass_fields__:
             known |= {field, f"no-{field}"}
@@ -287,9 +292,8 @@ def logged(watch):
             names |= set(line)
     verdicts = dict(known=True, correct=[True] * 4, classes=[0] * 4, length=[9] * 4, answered=[True] * 4,
                     truncated=[False] * 4, distinct=1.0)
-    stub = SimpleNamespace(sampler=mock.Mock(), policy=mock.Mock(), dtype=None, benchmarks=dict(toy=[], train=[]),
-                           args=SimpleNamespace(eval_greedy=True),
-                           evaluate_benchmark=mock.Mock(return_value=[(verdicts, [])]))
+    stub = mock.Mock(benchmarks=dict(toy=[], train=[]), args=SimpleNamespace(eval_greedy=True))
+    stub.evaluate_benchmark.return_value = [(verdicts, [])]
     names |= set(common.Run.evaluate(stub))
     return {general(name) for name in names - {"step"}}
 
@@ -328,7 +332,7 @@ def read_names(cell: str, known: set[str]) -> tuple[list[str], list[str]]:
 @each_paper
 def test_metrics_of_the_read_column_exist(page, logged):
     """They are logged by this very command: its benchmarks, its number of samples, its greedy evaluation."""
-    other_rows = ("as above", "next row", "the same")
+    other_rows = ("as above", "next row", "the same", "not a metric")
     for row in commands_of(page)[1]:
         names, wrong = read_names(row.read, logged)
         assert wrong == [], f"{row.where}: {wrong}"

@@ -1,70 +1,62 @@
-"""ettrl.py: the paper's equations against numbers worked out by hand, the tree against its trunks, and short runs."""
+"""ETTRL: the equations against numbers worked out by hand, the tree against its trunks, and runs."""
 
-import doctest
-import json
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import run_toy, toy_args
 
 import common
 import ettrl
 import ttrl
-from ettrl import TOY, Args, clip_advantages, fork_points, graft, reshape_advantages, token_ratio, tree_leaves, tree_rollouts
-
-SMALL = {**TOY, "steps": 2, "votes": 8, "train_samples": 8, "prompts_per_batch": 4, "eval_samples": 4, "eval": "", "trunks": 2,
-         "checkpoint_every": 0, "max_new_tokens": 48}
+from ettrl import Args, Fork, choose_forks, clip_advantages, entropy_advantages, fork_points, graft
+from ettrl import reshape_advantages, to_train, tree_cost, tree_leaves, tree_rollouts
 
 
-def run(out, method=ettrl, **flags):
-    method.main(method.Args(**{**SMALL, "out": str(out), **flags}))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def close(tensor, expected, tolerance=1e-6):
+    return torch.allclose(tensor.double(), torch.tensor(expected).double(), atol=tolerance, rtol=0)
 
 
-def close(got, expected, tolerance=1e-6):
-    return torch.allclose(got.double(), torch.tensor(expected).double(), atol=tolerance, rtol=0)
+# ------------------------------------------------- formulas -----------------------------------------------
+@pytest.mark.parametrize("m, n, b, expected", [
+    (12, 2, 2, 60),    # Eq. 8: M (1 + B N) = 12 (1 + 2 x 2)
+    (3, 4, 1, 15),
+    (12, 0, 2, 12),    # without forks the M trunks alone
+    (1, 1, 1, 2)])
+def test_leaves_by_hand(m, n, b, expected):
+    assert tree_leaves(m, n, b) == expected
+    args = Args(trunks=m, forks=n, branches=b, train_samples=1)
+    assert args.responses_per_prompt() == expected and args.errors() == []
 
 
-# ------------------------------------------------------ formulas -----------------------------------------------------
-@pytest.mark.parametrize("name", "fork_points tree_leaves token_ratio reshape_advantages clip_advantages".split())
-def test_doctest(name):
-    runner = doctest.DocTestRunner()
-    tests = doctest.DocTestFinder().find(getattr(ettrl, name), name, globs=vars(ettrl).copy())
-    assert sum(len(t.examples) for t in tests) > 0
-    assert sum(runner.run(t).failed for t in tests) == 0
+def test_only_what_votes_limits_the_trained_ones():
+    assert Args(votes=8).errors() == []  # the leaves vote: --votes does not matter ...
+    assert len(Args(votes=8, rollout="parallel").errors()) == 1  # ... but here it does
+    assert len(Args(train_samples=61).errors()) == 1
 
 
-def test_leaves_by_hand():
-    # Eq. 8: M (1 + B N). 12 (1 + 2 x 2) = 60; 3 (1 + 1 x 4) = 15; without forks the M trunks alone
-    assert [tree_leaves(12, 2, 2), tree_leaves(3, 4, 1), tree_leaves(12, 0, 2), tree_leaves(1, 1, 1)] == [60, 15, 12, 2]
+def test_paper_defaults():
+    args = Args()
+    assert args.errors() == []
+    assert (args.trunks, args.forks, args.branches) == (12, 2, 2)
+    assert (args.alpha, args.beta, args.bound, args.temperature) == (0.2, 0.2, 2.0, 0.6)
+    assert (args.votes, args.train_samples, args.lr, args.max_new_tokens) == (64, 32, 5e-7, 3072)
 
 
-def test_token_ratio_by_hand():
-    # Eq. 11: N 2, B 2: (1 + 0.5 x 4) / 5 = 3 / 5. N 3, B 2: (1 + 3) / 7 = 0.571 (the paper's text calls it 60%). N 0: 1
-    assert token_ratio(2, 2) == pytest.approx(0.6)
-    assert token_ratio(3, 2) == pytest.approx(4 / 7)
-    assert token_ratio(0, 2) == 1.0
-    # Eq. 10 written out, with M and Len cancelling: N 5, B 3
-    longhand = 7 * 100 * (1 + 3 * sum(k / 6 for k in range(1, 6))) / (7 * 100 * (1 + 3 * 5))
-    assert token_ratio(5, 3) == pytest.approx(longhand)
-
-
-@pytest.mark.parametrize("logprobs,n,forbidden,expected", [
-    ([-0.1, -2.0, -0.5, -3.0], 2, None, [3, 1]),  # surprisals 0.1 2 0.5 3, best first
-    ([-0.1, -2.0, -0.5, -3.0], 2, {3}, [1, 2]),  # the end-of-sequence token is left out
+@pytest.mark.parametrize("logprobs, n, forbidden, expected", [
+    ([-0.1, -2.0, -0.5, -3.0], 2, None, [3, 1]),     # surprisals 0.1 2 0.5 3, best first
+    ([-0.1, -2.0, -0.5, -3.0], 2, {3}, [1, 2]),      # the end-of-sequence token is left out
     ([-1.0, -2.0, -2.0, -1.0], 3, None, [1, 2, 0]),  # ties to the earlier
-    ([-1.0, -2.0], 5, None, [1, 0]),  # fewer where there are fewer
-    ([-1.0], 2, {0}, []),  # a response that is only its end-of-sequence token
+    ([-1.0, -2.0], 5, None, [1, 0]),                 # fewer if there are fewer
+    ([-1.0], 2, {0}, []),                            # a response that is only its end-of-sequence token
     ([], 2, None, []),
-    ([-1.0, -2.0], 0, None, []),
-])
+    ([-1.0, -2.0], 0, None, [])])
 def test_fork_points(logprobs, n, forbidden, expected):
     assert fork_points(logprobs, n, forbidden) == expected
-    assert fork_points(torch.tensor(logprobs), n, forbidden) == expected
 
 
 def test_reshape_by_hand():
-    # H = 1.0 1.2 0.8 3.0, average 1.5. Y = 1 + (1.5 - H) / 1.5 = 1.333, 1.2, 1.467, 0: clipped to 0.8..1.2: 1.2 1.2 1.2 0.8
+    # H = 1.0 1.2 0.8 3.0, average 1.5. Y = 1 + (1.5 - H) / 1.5 = 1.333, 1.2, 1.467, 0: clipped to 0.8 .. 1.2
     advantages, entropies = torch.tensor([1.0, -0.5, 2.0, -1.0]), torch.tensor([1.0, 1.2, 0.8, 3.0])
     assert close(reshape_advantages(advantages, entropies), [1.2, -0.6, 2.4, -0.8])
     # alpha 0.9, beta 0.4: Y = 1.333, 1.2, 1.4, 0.1; both signs of A are scaled
@@ -89,9 +81,30 @@ def test_clip_by_hand():
     assert clip_advantages(torch.tensor([-3.0, 0.5]), 1.0).tolist() == [-1.0, 0.5]
 
 
-# ------------------------------------------------------ the tree ----------------------------------------------------
+@pytest.mark.parametrize("flags, expected", [
+    (dict(), [3.6, -3.2]),                       # H_i = 0.9, 1.1 (means over tokens): Y = 1.1, 0.9, clipped
+    (dict(alpha=0.05, beta=0.05), [3.15, -3.8]),
+    (dict(advantage="clip"), [2.0, -2.0]),
+    (dict(advantage="clip", bound=3.5), [3.0, -3.5]),
+    (dict(advantage="none"), [3.0, -4.0])])
+def test_entropy_advantages(flags, expected):
+    entropies = [torch.tensor([0.3, 1.5]), torch.tensor([1.3])]
+    if flags == {}:  # H_i = 0.5, 1.5, average 1: Y = 1.5, 0.5, clipped to 1.2 and 0.8
+        entropies = [torch.tensor([0.25, 0.75]), torch.tensor([1.5])]
+    if "alpha" in flags:  # H_i = 0.9, 1.1: Y = 1.1, 0.9, clipped to 1.05 and 0.95
+        entropies = [torch.tensor([0.3, 1.5]), torch.tensor([1.1])]
+    trained = [SimpleNamespace(entropy=entropy) for entropy in entropies]
+    assert close(entropy_advantages(torch.tensor([3.0, -4.0]), trained, Args(**flags)), expected)
+
+
+# ------------------------------------------------- the tree -----------------------------------------------
+def rollout(ids, finished=True, logprobs=None) -> common.Rollout:
+    logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs)
+    return common.Rollout([1, 2], ids, logprobs, finished)
+
+
 def test_graft():
-    trunk = common.Rollout([1, 2], [10, 11, 12, 13], torch.tensor([-0.1, -0.2, -0.3, -0.4]), True)
+    trunk = rollout([10, 11, 12, 13], logprobs=[-0.1, -0.2, -0.3, -0.4])
     branch = common.Rollout([1, 2, 10, 11], [20], torch.tensor([-0.9]), False)
     leaf = graft(trunk, 2, branch)
     assert leaf.prompt_ids == [1, 2] and leaf.response_ids == [10, 11, 20] and leaf.finished is False
@@ -99,129 +112,124 @@ def test_graft():
     assert graft(trunk, 0, branch).response_ids == [20]  # a fork at the first token shares the prompt alone
 
 
+def test_forks_take_turns():
+    """The first forks of all prompts, then the second: fork j of n prompts is prompt j % n's, as its trunks are."""
+    groups = [[rollout([5, 6, 7], logprobs=[-1.0, -3.0, -9.0]), rollout([5, 6], False, [-1.0, -2.0])],
+              [rollout([5, 6, 7, 8], logprobs=[-4.0, -3.0, -5.0, -9.0]), rollout([9])]]
+    # 9.0 is the surprisal of an end of the text: no place to fork. The last trunk is nothing else.
+    forks = choose_forks(None, groups, Args(trunks=2, forks=2))
+    assert forks == [Fork(0, 0, 1), Fork(1, 0, 2), Fork(0, 0, 0), Fork(1, 0, 0), Fork(0, 1, 1), Fork(0, 1, 0)]
+
+
+@pytest.mark.parametrize("length, n, b", [(3, 2, 2), (4, 3, 2), (6, 5, 3), (5, 0, 2)])
+def test_cost_of_evenly_spread_forks_is_eq_11(length, n, b):
+    """All trunks and leaves as long as each other, forks at k / (N + 1) of it: (1 + B N / 2) / (1 + B N)."""
+    trunks = [rollout([5] * length) for _ in range(2)]
+    forks = [Fork(0, m, length * k // (n + 1)) for m in range(2) for k in range(1, n + 1)]
+    branches = [[rollout([6] * (length - fork.position)) for _ in range(b)] for fork in forks]
+    leaves = list(trunks)
+    for fork, grown in zip(forks, branches):
+        leaves += [graft(trunks[fork.trunk], fork.position, branch) for branch in grown]
+    cost = tree_cost([trunks], [leaves], forks, branches)
+    assert cost["token_ratio"] == pytest.approx((1 + b * n / 2) / (1 + b * n))  # the defaults: 3 / 5
+    assert cost["fork_position"] == pytest.approx(0.5 if n else 0)
+
+
+def test_cost_by_hand():
+    # Two trunks of 4 and 6 tokens; branches of 2 and 3 from token 1, of 1 and 2 from token 3: 18 tokens generated.
+    # Six parallel responses of the trunks' mean length, 5, are 30. Positions 1/4 and 3/6.
+    trunks = [rollout([5] * 4), rollout([5] * 6)]
+    forks = [Fork(0, 0, 1), Fork(0, 1, 3)]
+    branches = [[rollout([6] * 2), rollout([6] * 3)], [rollout([6]), rollout([6] * 2)]]
+    cost = tree_cost([trunks], [trunks + [None] * 4], forks, branches)
+    assert cost == pytest.approx(dict(token_ratio=0.6, fork_position=0.375))
+
+
+def watched_run(out, **flags):
+    """(a run on the toy, its arguments, what was asked of run.sample)."""
+    args = toy_args(ettrl, out=str(out), kl_coef=0.0, **flags)
+    run, calls = common.Run(args), []
+    sample = run.sample
+
+    def sample_and_note(prompts, n, limits=None):
+        calls.append(SimpleNamespace(prompts=prompts, n=n, limits=limits))
+        return sample(prompts, n, limits)
+
+    run.sample = sample_and_note
+    return run, args, calls
+
+
 @pytest.mark.parametrize("score", ["surprisal", "entropy"])
 def test_leaves_against_their_trunks(tmp_path, score):
-    args = Args(**{**SMALL, "trunks": 3, "fork_score": score, "max_new_tokens": 40, "out": str(tmp_path / "run")})
-    r = common.Run(args)
-    calls, sample = [], r.sample
-    r.sample = lambda *a, **k: calls.append((a, k)) or sample(*a, **k)
-    problems = r.problems[:4]
-    groups, cost = tree_rollouts(r, problems, args)
-
-    assert len(calls) == 2  # trunks; all forks of all problems
-    (prompts, n, keys), options = calls[1]
-    assert n == 2 and len(prompts) == 4 * 3 * 2 and len(set(keys)) == len(keys)
-    new_tokens = sum(len(r.response_ids) for g in groups for r in g[:3])
+    run, args, calls = watched_run(tmp_path / "run", trunks=3, forks=2, fork_score=score, max_new_tokens=40)
+    problems = run.problems[:3]
+    groups, _ = tree_rollouts(run, problems, args)
+    trunk_call, fork_call = calls  # two engine calls: trunks; all forks of all problems
+    assert trunk_call.prompts == problems and trunk_call.n == 3 and fork_call.n == 2
+    asked = {}
+    for j, (stem, limit) in enumerate(zip(fork_call.prompts, fork_call.limits)):
+        asked[stem.id] = (stem.prompt_ids, limit)
+        assert stem.id[0] == problems[j % 3].id  # with three ranks, trunks and their forks are on the same one
+    assert len(asked) == 3 * 3 * 2
     for problem, group in zip(problems, groups):
-        trunks, leaves = group[:3], group[3:]
         assert len(group) == tree_leaves(3, 2, 2)
-        for m, trunk in enumerate(trunks):
-            scores = trunk.logprobs if score == "surprisal" else -trunk.entropies
-            expected = fork_points(scores.tolist(), 2, {len(trunk.response_ids) - 1} if trunk.finished else None)
-            positions = [key[2] for key in keys if key[:2] == (problem.id, m)]
-            assert positions == expected
-            for k, t in enumerate(positions):
-                request = keys.index((problem.id, m, t))
-                assert prompts[request] == problem.prompt_ids + trunk.response_ids[:t]
-                assert options["max_new_tokens"][request] == 40 - t
-                for leaf in [leaves[i] for i in range(len(leaves)) if _point(problem, keys, i // 2) == (m, t)]:
-                    assert leaf.prompt_ids == problem.prompt_ids
-                    assert leaf.response_ids[:t] == trunk.response_ids[:t]
-                    assert torch.equal(leaf.logprobs[:t], trunk.logprobs[:t])
-                    new_tokens += len(leaf.response_ids) - t
+        positions = []
+        for m, trunk in enumerate(group[:3]):
+            scores = trunk.logprobs if score == "surprisal" else -trunk.entropy
+            end = {len(trunk.response_ids) - 1} if trunk.finished else None
+            for t in fork_points(scores.tolist(), 2, end):
+                assert asked[problem.id, m, t] == (problem.prompt_ids + trunk.response_ids[:t], 40 - t)
+                positions += [(trunk, t)] * 2
+        for (trunk, t), leaf in zip(positions, group[3:], strict=True):
+            assert leaf.prompt_ids == problem.prompt_ids and leaf.response_ids[:t] == trunk.response_ids[:t]
+            assert torch.equal(leaf.logprobs[:t], trunk.logprobs[:t])
         for leaf in group:
             assert 1 <= len(leaf.response_ids) == len(leaf.logprobs) <= 40
-            assert leaf.finished == (leaf.response_ids[-1] in r.stop_ids)
-            assert leaf.text == r.tokenizer.decode(leaf.response_ids, skip_special_tokens=True)
+            assert leaf.finished == (leaf.response_ids[-1] in run.stop_ids)
+            assert leaf.text == run.tokenizer.decode(leaf.response_ids, skip_special_tokens=True)
             assert leaf.answer == common.extract_answer(leaf.text)
-    # The log: tokens generated over those of as many parallel responses of the trunks' mean length
-    parallel = sum(15 * sum(len(r.response_ids) for r in g[:3]) / 3 for g in groups)
-    assert cost["token_ratio"] == pytest.approx(new_tokens / parallel)
-    assert 0 <= cost["fork_position"] < 1
     # The sampler's log-probs of a leaf are the trainer's of the whole response: prefix and branch fit together
-    flat = [leaf for g in groups for leaf in g]
-    r.policy.score(flat)
-    assert max(float((leaf.logprobs - leaf.old_logprobs).abs().max()) for leaf in flat) < 1e-4
+    flat = [leaf for group in groups for leaf in group]
+    run.policy.score(flat, "old_logp", args.temperature)
+    assert max(float((leaf.logprobs - leaf.old_logp).abs().max()) for leaf in flat) < 1e-4
 
 
-def _point(problem, keys, k):
-    """Trunk and position of a problem's k-th fork."""
-    return [key[1:] for key in keys if key[0] == problem.id][k]
+def test_scored_are_the_leaves_that_the_loop_trains(tmp_path):
+    run, args, _ = watched_run(tmp_path / "run", train_samples=3)
+    run.begin_step(1)
+    groups = [[rollout([5]) for _ in range(10)] for _ in range(4)]
+    trained = []
+    for problem, group in zip(run.problems, groups):
+        trained += [group[i] for i in run.subset(10, 3, problem)]
+    assert to_train(run, run.problems[:4], groups, args) == trained and len(trained) == 12
 
 
-def test_forks_follow_the_ranks_of_their_trunks(tmp_path):
-    """Request j runs on rank j % ranks: with two ranks, forks of problem i (trunks on rank i % 2) stay on that rank."""
-    args = Args(**{**SMALL, "out": str(tmp_path / "run")})
-    r = common.Run(args)
-    sample, seen = r.sample, []
-    r.sample = lambda *a, **k: seen.append(a[2]) or sample(*a, **k)
-    tree_rollouts(r, r.problems[:4], args)
-    home = {key: j % 2 for j, key in enumerate(seen[0])}
-    assert all(home[key[0]] == j % 2 for j, key in enumerate(seen[1]))
+# ---------------------------------------------------- runs ------------------------------------------------
+TINY = dict(max_new_tokens=40, eval="", steps=1)
 
 
-# ------------------------------------------------------ bad input ----------------------------------------------------
-@pytest.mark.parametrize("flags,message", [
-    (dict(trunks=0, train_samples=1), "--trunks is 0, but must be at least 1."),
-    (dict(forks=-1, train_samples=1), "--forks is -1, but must be 0 or more."),
-    (dict(branches=0, train_samples=1), "--branches is 0, but must be at least 1."),
-    (dict(train_samples=61), "--train_samples is 61, but must be between 1 and 60, the leaves that vote."),
-    (dict(forks=0), "--train_samples is 32, but must be between 1 and 12, the leaves that vote."),
-    (dict(alpha=1.5), "--alpha is 1.5, but must be between 0 and 1."),
-    (dict(beta=-0.1), "--beta is -0.1, but must be 0 or more."),
-    (dict(bound=0.0), "--bound is 0.0, but must be above 0."),
-])
-def test_bad_flags(flags, message):
-    assert message in Args(**flags).errors()
+@pytest.mark.parametrize("flags", [dict(advantage="none"), dict(alpha=0.0, beta=0.0)], ids=["none", "res"])
+def test_parallel_without_reshaping_is_ttrl(flags, tmp_path):
+    ours = run_toy(ettrl, tmp_path / "ours", **TINY | dict(steps=2), rollout="parallel", **flags)
+    theirs = run_toy(ttrl, tmp_path / "theirs", **TINY | dict(steps=2))
+    assert any(line["grad_norm"] > 0 for line in ours)
+    for a, b in zip(ours, theirs, strict=True):
+        assert "token_ratio" not in a
+        for name in "loss grad_norm reward label_accuracy length kl entropy clip_fraction".split():
+            assert a[name] == pytest.approx(b[name], abs=1e-6), name
 
 
-def test_only_the_flag_at_fault_is_named():
-    assert len(Args(train_samples=61).errors()) == 1
-    assert Args(votes=8).errors() == []  # the leaves vote: --votes does not matter ...
-    assert len(Args(votes=8, rollout="parallel").errors()) == 1  # ... but here it does
-
-
-def test_paper_defaults():
-    assert Args().errors() == [] and Args(**TOY).errors() == []
-    a = Args()
-    assert (a.trunks, a.forks, a.branches, a.alpha, a.beta, a.bound) == (12, 2, 2, 0.2, 0.2, 2.0)
-    assert (a.temperature, a.votes, a.train_samples, a.lr, a.max_new_tokens) == (0.6, 64, 32, 5e-7, 3072)
-
-
-# ------------------------------------------------------ end to end ---------------------------------------------------
-def test_run(tmp_path):
-    metrics = run(tmp_path / "run")
-    assert [m["step"] for m in metrics] == [1, 2] and (tmp_path / "run" / "final" / "config.json").exists()
-    assert all(0 < m["token_ratio"] < 1.5 and math.isfinite(m["loss"]) for m in metrics)
-    assert any(m["grad_norm"] > 0 for m in metrics)
-
-
-def test_parallel_without_reshaping_is_ttrl(tmp_path):
-    mine = run(tmp_path / "a", rollout="parallel", advantage="none")
-    flags = {k: v for k, v in SMALL.items() if k != "trunks"}
-    ttrl.main(ttrl.Args(**flags, out=str(tmp_path / "b")))
-    other = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
-    for a, b in zip(mine, other, strict=True):
-        assert all(a[k] == pytest.approx(b[k], abs=1e-6) for k in ("loss", "grad_norm", "reward", "length", "kl", "entropy"))
-
-
-def test_reshaping_reaches_the_update(tmp_path):
-    flags = dict(steps=1, kl_coef=0.0, rollout="parallel")
-    none, one, res = (run(tmp_path / name, **flags, **more)[0]["grad_norm"] for name, more in (
-        ("none", dict(advantage="none")), ("one", dict(alpha=0.0, beta=0.0)), ("res", dict(alpha=0.9, beta=0.9))))
-    assert none == pytest.approx(one, abs=1e-6) and abs(none - res) > 1e-4
-
-
-@pytest.mark.parametrize("flags", [dict(rollout="parallel"), dict(advantage="none"), dict(advantage="clip", bound=0.5),
-                                   dict(fork_score="entropy"), dict(forks=0, trunks=8), dict(branches=1, forks=3),
-                                   dict(old_logprobs="sampler"), dict(updates_per_batch=1)], ids=str)
-def test_every_flag_runs(tmp_path, flags):
-    metrics = run(tmp_path / "run", **{"steps": 1, "kl_coef": 0.0, **flags})
-    assert len(metrics) == 1 and math.isfinite(metrics[0]["loss"])
-    if flags.get("forks") == 0:
-        assert metrics[0]["token_ratio"] == 1
+def test_without_forks_it_is_parallel_sampling_of_the_trunks(tmp_path):
+    flags = TINY | dict(votes=8, trunks=8, forks=0)
+    tree, = run_toy(ettrl, tmp_path / "tree", **flags)
+    parallel, = run_toy(ettrl, tmp_path / "parallel", **flags, rollout="parallel")
+    assert tree["token_ratio"] == 1 and tree["fork_position"] == 0
+    for name in "loss grad_norm reward length entropy".split():
+        assert tree[name] == pytest.approx(parallel[name], abs=1e-6), name
 
 
 def test_responses_shorter_than_the_number_of_forks(tmp_path):
-    metrics = run(tmp_path / "run", steps=1, kl_coef=0.0, max_new_tokens=2, forks=6)  # 2 positions: 2 (1 + 2 x 2) = 10 leaves
-    assert len(metrics) == 1 and metrics[0]["truncated"] == 1
+    line, = run_toy(ettrl, tmp_path / "run", **TINY | dict(max_new_tokens=2, kl_coef=0.0), trunks=2, forks=6)
+    # Two positions to fork at, 2 (1 + 2 x 2) = 10 leaves, 20 tokens in parallel; here 2 x 2 + 2 x 2 x (2 + 1) = 16
+    assert line["truncated"] == 1 and line["length"] == 2
+    assert line["token_ratio"] == pytest.approx(0.8) and line["fork_position"] == 0.25

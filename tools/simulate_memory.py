@@ -221,7 +221,6 @@ def simulate(config, ranks: int = 1, rows: int = 5, row_tokens: int = 3200, prom
         for tensor in existing_tensors(trained, optimizer, frozen):
             ledger.see(tensor, "made before")
         ledger.mark("built")
-        trained.head.unshard()  # as its scoring leaves it: the root stays gathered until the backward pass
         if frozen:
             with torch.no_grad():
                 frozen.logprobs(micro, 1.0)

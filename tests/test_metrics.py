@@ -1,0 +1,233 @@
+"""What a run is watched by, against numbers worked out by hand: grading, pass@k, and the votes of a step."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from conftest import read_lines, run_toy
+
+import common
+import evol_rl
+import restrain
+import ttrl
+from common import Problem, Rollout, grade, majority, pass_at_k, summary
+from engine.metrics import group_metrics, step_metrics
+from engine.runfolder import sample_record
+
+
+def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
+    made = Rollout([1], [1] * length, torch.zeros(length), finished, text=text or f"so {answer}", answer=answer)
+    made.advantage = advantage
+    return made
+
+
+# ------------------------------------------------ evaluation ----------------------------------------------
+def test_pass_at_k_against_brute_force():
+    for n, c in itertools.product(range(1, 7), range(7)):
+        for k in range(1, n + 1):
+            if c <= n:
+                draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+    # closed form by hand: n 4, c 1, k 2: 1 - C(3,2) / C(4,2) = 1 - 3/6
+    assert pass_at_k(4, 1, 2) == 0.5
+
+
+def test_pass_at_k_is_unbiased():
+    rng, p, n, k = random.Random(0), 0.3, 8, 4
+    estimates = [pass_at_k(n, sum(rng.random() < p for _ in range(n)), k) for _ in range(4000)]
+    assert sum(estimates) / 4000 == pytest.approx(1 - (1 - p) ** k, abs=4 * math.sqrt(0.25 / 4000))
+
+
+@pytest.mark.parametrize("classes, winner", [
+    ([0, 1, 1], 1), ([1, 0, 0, 1], 1), ([0, 1], 0), ([None, None, 2], 2), ([None], None), ([], None)])
+def test_majority_and_its_ties(classes, winner):
+    assert majority(classes) == winner
+
+
+def test_grade_and_summary_by_hand():
+    responses = [rollout("2", 4), rollout("2.0", 2), rollout("3", 2), rollout(None, 8, finished=False)]
+    first = grade(Problem("p", "2"), responses)
+    second = grade(Problem("q", "5"), [rollout("1"), rollout("1"), rollout("5"), rollout("7")])
+    assert first["correct"] == [True, True, False, False] and first["majority"]
+    assert second["correct"] == [False, False, True, False] and not second["majority"]
+    row = summary([first, second])
+    # rates 1/2 and 1/4: mean 0.375; spread sqrt(2 x 0.125^2 / 1) = 0.17678, standard error 0.17678 / sqrt 2 = 0.125
+    assert row["pass@1"] == 0.375 and row["stderr"] == pytest.approx(0.125)
+    # pass@2: 1 - C(2,2) / C(4,2) = 5/6 and 1 - C(3,2) / C(4,2) = 1/2
+    assert row["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2) and row["pass@4"] == 1.0
+    assert row["maj@4"] == 0.5 and row["length"] == 2.5
+    assert row["answered"] == 7 / 8 and row["truncated"] == 1 / 8
+    assert row["distinct"] == pytest.approx((4 / 4 + 3 / 4) / 2)
+
+
+def test_without_a_gold_answer_there_is_no_score():
+    known = grade(Problem("p", "2"), [rollout("2"), rollout("3")])
+    unknown = grade(Problem("r"), [rollout("1", 3)] * 2)
+    row = summary([unknown])
+    assert {"length", "answered", "truncated", "distinct"} <= row.keys()
+    assert not [name for name in row if name.startswith(("pass@", "maj@", "stderr"))]
+    assert summary([known, unknown])["pass@1"] == 0.5  # over those that are known
+    assert summary([known, unknown])["length"] == 2.0  # over all
+
+
+# ------------------------------------------------ votes of a step -----------------------------------------
+# Eight responses to a problem whose answer is 5. Classes: 7 7 7 5 5.0 9 and two without an answer.
+ANSWERS = ["7", "7", "5", "7", "5.0", None, "9", None]
+CLASSES = [0, 0, 1, 0, 1, None, 2, None]
+
+
+def group(label, rewards=None, gold="5", trained=range(8), negatives=(), classes=None, advantages=None):
+    responses = [rollout(answer, text=f"text {i % 6}") for i, answer in enumerate(ANSWERS)]
+    for response, advantage in zip(responses, advantages or [0.0] * 8):
+        response.advantage = advantage
+    return dict(prompt=Problem("p", gold), responses=responses, classes=classes or CLASSES,
+                rewards=rewards or [0.0] * 8, trained=set(trained), label=label, negatives=sorted(negatives))
+
+
+def test_metrics_of_the_votes_by_hand():
+    row = group_metrics(group({0: 1.0}, rewards=[1, 1, 0, 1, 0, 0, 0, 0]))
+    assert row["reward"] == 3 / 8
+    assert row["majority_ratio"] == 3 / 8  # three of eight say 7; no answer counts among the eight
+    assert row["distinct_answers"] == 3  # 7, 5 (twice, written differently), 9
+    assert row["distinct"] == 6 / 8
+    assert row["batch_pass@1"] == 2 / 8
+    assert row["majority_accuracy"] == 0  # 7 is not 5
+    assert row["label_coverage"] == 1 and row["negative_coverage"] == 0
+    # the label, 7, is wrong; three were judged right and are not, two wrong and are right: three of eight are judged rightly
+    assert row["label_accuracy"] == 0 and row["reward_accuracy"] == 3 / 8
+    assert "negative_accuracy" not in row
+
+
+def test_the_label_that_was_used_counts_not_the_majority():
+    # Gold labels: class 1 is the label; it is right, and all are judged rightly, although the majority is wrong.
+    row = group_metrics(group({1: 1.0}))
+    assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
+    assert row["majority_ratio"] == 3 / 8
+
+
+def test_gold_labels_as_the_scripts_log_them():
+    """common.answer_classes with 'gold': 0 for the right ones, None for all others."""
+    classes = [None, None, 0, None, 0, None, None, None]
+    row = group_metrics(group({0: 1.0}, classes=classes))
+    assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
+    assert row["majority_ratio"] == 3 / 8 and row["distinct_answers"] == 3  # of the answers, not of these classes
+
+
+def test_an_abstention_has_no_accuracy():
+    row = group_metrics(group({}))
+    assert row["label_coverage"] == 0
+    assert "label_accuracy" not in row and "reward_accuracy" not in row
+    assert row["majority_accuracy"] == 0 and row["batch_pass@1"] == 2 / 8
+    # ... and is left out of the step's mean, while coverage counts it: (0 + 1) / 2 and 1
+    metrics = step_metrics([group({}), group({1: 1.0})])
+    assert metrics["label_coverage"] == 0.5 and metrics["label_accuracy"] == 1
+
+
+def test_weighted_labels_by_hand():
+    # RESTRAIN: weights 0.5, 0.25, 0.25 on 7 (wrong), 5 (right), 9 (wrong): a quarter of the label is right.
+    # Judged rightly: 7: 3 of 8 (above); 5: 8; 9: 5 of 8 (the 9 and both 5 are judged wrongly): 0.5 x 3/8 + 0.25 + 0.25 x 5/8
+    row = group_metrics(group({0: 0.5, 1: 0.25, 2: 0.25}))
+    assert row["label_accuracy"] == pytest.approx(0.25)
+    assert row["reward_accuracy"] == pytest.approx(0.5 * 3 / 8 + 0.25 + 0.25 * 5 / 8)
+    # weights need not sum to 1: they are shares of the whole
+    assert group_metrics(group({0: 2.0, 1: 1.0, 2: 1.0})) == row
+
+
+def test_negative_labels_by_hand():
+    # SCRL: 9 and 5 are taken as wrong; 9 is, 5 is the gold answer: half of them are right
+    row = group_metrics(group({0: 1.0}, negatives={1, 2}))
+    assert row["negative_coverage"] == 1 and row["negative_accuracy"] == 0.5
+    assert group_metrics(group({}, negatives={2}))["negative_accuracy"] == 1
+    metrics = step_metrics([group({}, negatives={1, 2}), group({}), group({}, gold=None, negatives={1})])
+    assert metrics["negative_coverage"] == pytest.approx(2 / 3)
+    assert metrics["negative_accuracy"] == 0.5  # only where there is a negative label and a gold answer
+
+
+def test_zero_variance_is_of_the_trained_ones():
+    advantages = [0.0, 1.0] + [0.0] * 6
+    assert group_metrics(group({}, advantages=advantages))["zero_variance"] == 0
+    assert group_metrics(group({}, advantages=advantages, trained=[0, 2, 3]))["zero_variance"] == 1
+
+
+def test_without_gold_only_what_needs_none_is_logged():
+    row = group_metrics(group({0: 1.0}, gold=None))
+    assert not {"batch_pass@1", "majority_accuracy", "label_accuracy", "reward_accuracy"} & row.keys()
+    assert row["majority_ratio"] == 3 / 8
+
+
+def test_a_step_without_any_answer():
+    groups = [group({}) | dict(responses=[rollout(None, 3, finished=False)] * 8, classes=[None] * 8)]
+    metrics = step_metrics(groups)
+    assert metrics["majority_ratio"] == metrics["answered"] == metrics["batch_pass@1"] == 0
+    assert metrics["majority_accuracy"] == metrics["distinct_answers"] == 0
+    assert metrics["truncated"] == 1 and metrics["length"] == 3
+
+
+def test_lengths_are_means_over_responses():
+    """ETTRL's groups are not all of one size: (4 + 4 + 1) / 3, not (4 + 1) / 2."""
+    long = group({}) | dict(responses=[rollout("1", 4), rollout("1", 4)], classes=[0, 0], rewards=[0, 0], trained=set())
+    short = group({}) | dict(responses=[rollout("1", 1)], classes=[0], rewards=[0], trained=set())
+    assert step_metrics([long, short])["length"] == 3
+
+
+# ------------------------------------------------ samples.jsonl -------------------------------------------
+def test_a_sample_record_by_hand():
+    made = group({0: 0.75, 1: 0.25}, rewards=[1, 1, 0, 1, 0, -1, 0.1234567, -1], trained=[1, 2],
+                 advantages=[9, 0.5, -0.5] + [9] * 5)
+    made["responses"][2].text = made["responses"][1].text = "x" * 150 + "y" * 150
+    record = sample_record(4, made)
+    assert (record["step"], record["problem"], record["gold"]) == (4, "p", "5")
+    assert record["label"] == {"0": 0.75, "1": 0.25}
+    by_name = {name: [r[name] for r in record["responses"]] for name in record["responses"][0]}
+    assert by_name["answer"] == ANSWERS and by_name["answer_class"] == CLASSES
+    assert by_name["votes"] == [3, 3, 2, 3, 2, 0, 1, 0]
+    assert by_name["reward"] == [1, 1, 0, 1, 0, -1, 0.123457, -1]
+    assert by_name["trained"] == [False, True, True] + [False] * 5
+    assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
+    assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
+    assert len(by_name["text"][1]) == 300 and len(by_name["text"][2]) == 200  # two in full, the end of the others
+
+
+# ------------------------------------------ the same metrics in real runs ---------------------------------
+def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
+    """Labels of gold do not touch what is said of the votes: step 1 samples the same responses either way."""
+    gold, plain = (run_toy(ttrl, tmp_path / labels, steps=1, labels=labels)[0] for labels in ("gold", "majority"))
+    assert gold["label_accuracy"] == gold["reward_accuracy"] == gold["label_coverage"] == 1
+    assert gold["reward"] == gold["batch_pass@1"] == plain["batch_pass@1"]
+    for name in ("majority_ratio", "majority_accuracy", "distinct_answers", "answered", "length"):
+        assert gold[name] == plain[name], name
+    # TTRL's label is the majority
+    assert plain["label_accuracy"] == plain["majority_accuracy"] < 1 and plain["reward"] == plain["majority_ratio"]
+    bands = run_toy(evol_rl, tmp_path / "bands", steps=1, labels="gold", novelty=False)[0]
+    assert bands["label_accuracy"] == bands["reward_accuracy"] == 1
+    assert bands["majority_accuracy"] == plain["majority_accuracy"]
+
+
+def test_a_gold_answer_that_nobody_gave_is_no_label(tmp_path, monkeypatch):
+    load = common.Run._load
+
+    def other_gold(self, name, train=False):
+        problems = load(self, name, train)
+        for problem in problems:
+            problem.answer = "123456789"
+        return problems
+
+    monkeypatch.setattr(common.Run, "_load", other_gold)
+    for module in (ttrl, evol_rl):
+        options = dict(novelty=False) if module is evol_rl else {}
+        line = run_toy(module, tmp_path / module.__name__, steps=1, labels="gold", **options)[0]
+        assert line["batch_pass@1"] == 0 and line["label_coverage"] == 0, module
+        assert "label_accuracy" not in line and line["zero_variance"] == 1, module
+
+
+@pytest.mark.parametrize("classes, label", [
+    ([0] * 8, {"0": 1.0}),  # unanimous: nothing to learn, but a label
+    ([0] * 5 + [None] * 3, {"0": 1.0}),
+    ([0, 1] * 2 + [None] * 4, {})])  # a majority of 2 is below kappa: penalised
+def test_a_penalised_prompt_has_no_label_an_unanimous_one_has(tmp_path, monkeypatch, classes, label):
+    monkeypatch.setattr(common, "answer_classes", lambda problem, responses: list(classes))
+    line = run_toy(restrain, tmp_path / "run", steps=1, kappa=3, prompt_weighting="none")[0]
+    assert [record["label"] for record in read_lines(tmp_path / "run/samples.jsonl")] == [label] * 2
+    assert line["label_coverage"] == bool(label)

@@ -36,42 +36,72 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -
     Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
     rank, _ = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
-    partial, error = final.with_suffix(".partial"), None
-    try:
+    partial = final.with_suffix(".partial")
+
+    def on_all_ranks(work) -> list:
+        """What work() returns on every rank. If it fails on one, all raise."""
+        result, error = None, None
+        try:
+            result = work()
+        except (Exception, CheckpointException) as e:  # full disk, lost mount
+            error = reason_of(e, run_folder)
+        results = gather((result, error))
+        if errors := [error for _, error in results if error]:
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(f"the checkpoint of step {step} could not be written to {final.parent} "
+                            f"({errors[0]}); the last good checkpoint is {newest(run_folder)}.")
+        return [result for result, _ in results]
+
+    def make_room() -> None:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        gather(None)
+
+    def write() -> dict[str, str]:
+        """The checksums of the files that this rank wrote."""
         dcp.save(state_of(policy, optimizer), checkpoint_id=partial, no_dist=not distributed())
+        return {f.name: checksum(f) for f in partial.iterdir() if writer_of(f.name) == rank}
+
+    def publish() -> None:
         if rank == 0:
-            sums = {f.name: checksum(f) for f in sorted(partial.iterdir())}
             write_atomically(partial / "state.json", json.dumps(dict(step=step, files=sums)))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             sync_folder(final.parent)
             for old in complete(run_folder)[keep:]:
                 shutil.rmtree(old)
-    except (Exception, CheckpointException) as e:  # full disk, lost mount
-        reason = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-        free = shutil.disk_usage(run_folder).free >> 20
-        reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        error = f"{reason}; {free} MiB are free on this disk"
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-    if errors := [e for e in gather(error) if e]:
-        raise UserError(f"the checkpoint of step {step} could not be written to {final.parent} "
-                        f"({errors[0]}); the last good checkpoint is {newest(run_folder)}.")
+
+    on_all_ranks(make_room)
+    sums = {}
+    for part in on_all_ranks(write):
+        sums |= part
+    on_all_ranks(publish)
+
+
+def writer_of(name: str) -> int:
+    """The rank that wrote a file of a checkpoint: __RANK_NUMBER.distcp; rank 0 all others."""
+    return int(name.split("_")[2]) if name.startswith("__") else 0
+
+
+def reason_of(error: BaseException, run_folder: Path) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    free = shutil.disk_usage(run_folder).free >> 20
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{reason}; {free} MiB are free on this disk"
 
 
 def restore(run_folder: Path, policy, optimizer, say=print) -> int:
     """Load the newest checkpoint that is complete and undamaged; its step, 0 if there is none."""
-    rank, _ = rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
         step, error = 0, None
         try:
             state = json.loads((folder / "state.json").read_text())
             step = int(state["step"])
-            wrong = [n for n, s in state["files"].items() if rank == 0 and checksum(folder / n) != s]
+            mine = sorted(state["files"].items())[rank::ranks]
+            wrong = [name for name, stored in mine if checksum(folder / name) != stored]
             error = f"{wrong[0]} is damaged" if wrong else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             error = f"state.json: {type(e).__name__} {e}"

@@ -247,8 +247,8 @@ _CUT = "\ufdd0"  # Unicode keeps this code point for programs' own use: no text 
 
 
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
-    """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may add a
-    system turn: see --show_prompt."""
+    """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may
+    add a system turn: see --show_prompt."""
     if style == "plain":
         return tokenizer.encode(text + "\n\n")
     return tokenizer.encode(_chat(tokenizer, text), add_special_tokens=False)

@@ -81,7 +81,7 @@ def right_classes(verdicts: dict) -> set[int]:
 
 
 def by_majority(graded: list[dict], parts: int = 4) -> dict[str, dict[str, float]]:
-    """How many, pass@1 and pass@n, of problems by their majority answer's votes. RESTRAIN Figures 2, 7."""
+    """How many, pass@1, pass@n, maj@n, of problems by their majority's votes. RESTRAIN Figures 2, 7."""
     found: dict[str, list[dict]] = {}
     for verdicts in graded:
         votes = Counter(c for c in verdicts["classes"] if c is not None)
@@ -93,6 +93,7 @@ def by_majority(graded: list[dict], parts: int = 4) -> dict[str, dict[str, float
         row = dict(problems=len(found[name]))
         row["pass@1"] = mean(mean(verdicts["correct"]) for verdicts in found[name])
         row["pass@n"] = mean(any(verdicts["correct"]) for verdicts in found[name])
+        row["maj@n"] = mean(verdicts["majority"] for verdicts in found[name])
         table[name] = row
     return table
 

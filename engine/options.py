@@ -94,8 +94,8 @@ def parse_resumed(args_class: type, args, description: str):
     hints, known = typing.get_type_hints(args_class), {}
     for name, value in run["args"].items():
         if name in hints and not fits(value, hints[name]):
-            raise UserError(f"--resume: {args.out}/run.json is damaged, its {name} is {value!r}; there is no run "
-                            "to go on with.")
+            raise UserError(f"--resume: {args.out}/run.json is damaged, its {name} is {value!r}; there is no "
+                            "run to go on with.")
         if name in hints:
             known[name] = value
     known["trust_remote_code"] = False  # never taken from a folder

@@ -52,8 +52,8 @@ class Plumbing:
         self._check_plan()
         self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes())
         self.say, self.out = self.folder.say, self.folder.path
-        self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, {self.world_size} rank(s) "
-                 f"on {self.device.type}, stop ids {self.stop_ids}")
+        self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
+                 f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
         threads = torch.get_num_threads() * self.world_size
         if train and self.device.type == "cpu" and (sentence := cpu_sentence(args, self.config, threads)):
             self.say(sentence)
@@ -141,7 +141,8 @@ class Plumbing:
             if problems and "first problem" not in str(prompts):
                 prompts[f"first problem of {name}"] = problems[0].prompt_ids
         for name, ids in (prompts | self.args.own_prompts(self.tokenizer)).items():
-            print(f"--- {name}: {len(ids)} tokens\n{show_prompt(self.tokenizer, ids)}")
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"--- {name}: {len(ids)} tokens\n{show_prompt(self.tokenizer, ids)}")
         sys.exit(0)
 
     # -- around the loop -------------------------------------------------------------------------------------

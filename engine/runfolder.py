@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from engine import checkpoint
-from engine.base import UserError, gather, write_atomically
+from engine.base import UserError, gather, seed_of, write_atomically
 from engine.options import script_name
 from engine.setup import bytes_on_disk, describe
 from engine.sizes import GIB
@@ -115,16 +115,20 @@ class RunFolder:
         return " ".join(parts)
 
     def log_samples(self, step: int, groups: list[dict], prompts: int = 2) -> None:
-        """The votes of a step's first prompts, one line of samples.jsonl each."""
+        """The votes of two of a step's prompts, one line of samples.jsonl each: the same prompts whenever
+        they come up, so that a vote can be followed over the epochs."""
+        def rank_of(group: dict) -> int:
+            return seed_of("watch", group["prompt"].question)
+
         if self.rank == 0:
-            for group in groups[:prompts]:
+            for group in sorted(groups, key=rank_of)[:prompts]:
                 self.append("samples.jsonl", sample_record(step, group))
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
         try:
             with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
         except OSError as error:
             raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
                             f"checkpoint is {checkpoint.newest(self.path)}.") from None
@@ -226,16 +230,16 @@ def time_table(history: list[dict]) -> str:
 
 
 def sample_record(step: int, group: dict) -> dict:
-    """One prompt's whole vote for samples.jsonl. Two responses are kept in full, the end of the others."""
+    """One prompt's whole vote for samples.jsonl. The texts are the ends of the responses, long ones of the
+    first two."""
     responses = []
     for i, (r, c, reward) in enumerate(zip(group["responses"], group["classes"], group["rewards"])):
         trained = i in group["trained"]
-        responses.append(dict(text=r.text if i < 2 else r.text[-200:], answer=r.answer, answer_class=c,
-                              reward=round(reward, 6),
-                              votes=group["classes"].count(c) if c is not None else 0, trained=trained,
-                              advantage=round(r.advantage, 6) if trained else None,
-                              tokens=len(r.response_ids), finished=r.finished,
-                              entropy=None if r.entropy is None else round(float(r.entropy.mean()), 4)))
+        responses.append(dict(
+            text=r.text[-4000:] if i < 2 else r.text[-100:], answer=r.answer, answer_class=c,
+            reward=round(reward, 6), votes=group["classes"].count(c) if c is not None else 0, trained=trained,
+            advantage=round(r.advantage, 6) if trained else None, tokens=len(r.response_ids),
+            finished=r.finished, entropy=None if r.entropy is None else round(float(r.entropy.mean()), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     return dict(step=step, problem=group["prompt"].question, gold=group["prompt"].answer, label=label,
-                responses=responses)
+                negatives=group["negatives"], responses=responses)

@@ -197,7 +197,7 @@ class Watched:
     """A run of a script's main: what it samples, rewards, trains, and sends to the optimizer.
 
     answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so
-    that it differs from the reference. meddle(run): further spies, or faults, put in before the first step."""
+    that it differs from the reference. meddle(run): puts in further spies, or faults, before the first step."""
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
         self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle
@@ -206,7 +206,7 @@ class Watched:
         self.generated = []  # the sampler's calls: requests, options; fresh: it had the policy's weights
         self.samples = []    # run.sample's calls: step, prompts, n, limits, groups, and the tokens as sampled
         self.groups = []     # run.log_group's calls: step, prompt, responses, rewards, trained, label ...
-        self.updates = []    # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr, micros
+        self.updates = []    # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr ...
         self.weights = {}    # {step: weights that sampled}; "initial": the checkpoint's
         self.metrics = []    # lines of metrics.jsonl
         self.answered = {}   # {(step, problem): how many of its responses were given an answer}

@@ -1,7 +1,7 @@
 """The papers' equations and the objective, written out slowly: what the tests compare the scripts with.
 
-From a run that conftest.Watched recorded: rewards, labels and advantages from the answers alone, log-probs and
-entropies from transformers' own model in float64 on full logits, and the loss one token after the other."""
+From a run that conftest.Watched recorded: rewards, labels and advantages from the answers alone, log-probs
+and entropies from transformers' own model in float64 on full logits, and the loss token by token."""
 
 import functools
 import math

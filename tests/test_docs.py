@@ -20,7 +20,7 @@ from conftest import SCRIPTS, toy_args, toy_of
 
 import common
 import evaluate
-from engine.data import BENCHMARKS, SYSTEM, TOYS, load_problems
+from engine.data import BENCHMARKS, SUFFIX, SYSTEM, TOYS, load_problems
 from engine.options import parse
 
 ROOT = Path(__file__).parent.parent
@@ -302,7 +302,7 @@ def general(name: str) -> str:
     """eval/aime24/pass@8 -> eval/NAME/pass@k; pass@1 and the mean over the benchmarks stay."""
     name = re.sub(r"^eval/(?!mean/).*/", "eval/NAME/", name)
     name = re.sub(r"(?<=[shj]@)(?!1$)\w+$", "k", name)
-    return re.sub(r"^(seconds|tokens_per_second)/\w+$", r"\1/*", name)
+    return re.sub(r"^(seconds|tokens_per_second|measured_gib|planned_gib)/\w+$", r"\1/*", name)
 
 
 def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
@@ -314,7 +314,7 @@ def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
             documented |= {general(first)}
             prefix = "eval/NAME/" if first.startswith("eval/NAME/") else ""
             documented |= {general(prefix + other.removeprefix(prefix)) for other in others}
-    assert documented - logged == {"peak_memory_gib"}  # on a GPU
+    assert documented - logged == {"peak_memory_gib", "measured_gib/*", "planned_gib/*"}  # on a GPU
     assert logged - documented == set()
 
 
@@ -388,12 +388,14 @@ def test_functions_of_the_equations_exist(page):
 
 
 # ------------------------------------------------- --show_prompt -------------------------------------------
-QWEN = """\
-{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nPlease reason step by step, and put your \
-final answer within \\\\boxed{}.<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # with a system turn of its own
-SYSTEM_TURN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+# Qwen2.5's template, in short: where no system turn is given it inserts one of its own
+INSERTED = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+QWEN = f"""\
+{{%- if messages[0].role != 'system' %}}{{{{ '<|im_start|>system\\n{INSERTED}<|im_end|>\\n' }}}}{{% endif %}}
+{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + '\\n' + m.content }}}}<|im_end|>
+{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+SYSTEM_TURN = "<|im_start|>system\n{}<|im_end|>\n"
 USER_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -433,15 +435,14 @@ def test_show_prompt_on_the_toy(capsys):
 def test_show_prompt_shows_the_system_turn_that_a_template_inserts(qwen, capsys):
     question = load_problems("toy", quiet=True)[0].question
     room = dict(model=qwen, max_prompt_tokens=256)
+    z_0 = SYSTEM_TURN.format(INSERTED) + USER_TURN.format("Write a problem.")
+    first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
+             "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}
     for prompt in ("system", "suffix"):
-        text = shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room)
-        assert text["z_0"] == SYSTEM_TURN + USER_TURN.format("Write a problem.")
-        first = text["first problem of toy"]
-        assert first.startswith(SYSTEM_TURN) and first.count("<|im_start|>system") == 1 and question in first
-    plain = shown("dynamic_rl", capsys, prompt="plain", **room)
-    assert plain == {"z_0": "Write a problem.\n\n"}
-    first = {"first problem of --dataset": SYSTEM_TURN + USER_TURN.format(question)}
-    assert shown("ttrl", capsys, **room) == first
+        expected = {"first problem of toy": first[prompt], "z_0": z_0}
+        assert shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room) == expected
+        assert shown("ttrl", capsys, prompt=prompt, **room) == {"first problem of --dataset": first[prompt]}
+    assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0": "Write a problem.\n\n"}
 
 
 # --------------------------------------------------- bad input ---------------------------------------------

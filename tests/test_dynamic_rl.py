@@ -374,7 +374,8 @@ def filtered(text):
 
 
 @pytest.mark.parametrize("fault, flags, expected", [
-    ((dynamic_rl, "keep_question", filtered), dict(kl_coef=0.5), dict(filtered=1, reward=0, question_reward=0)),
+    ((dynamic_rl, "keep_question", filtered), dict(kl_coef=0.5),
+     dict(filtered=1, reward=0, question_reward=0)),
     ((common, "extract_answer", never), {}, dict(answered=0, unique_answers=0, answer_diversity=0)),
     ((dynamic_rl, "find_question", no_question), {}, dict(no_question=1, filtered=1, question_diversity=0)),
     (None, dict(max_prompt_tokens=12, max_new_tokens=200), dict(no_question=0, filtered=1, reward=None))],

@@ -81,19 +81,16 @@ def test_clip_by_hand():
     assert clip_advantages(torch.tensor([-3.0, 0.5]), 1.0).tolist() == [-1.0, 0.5]
 
 
-@pytest.mark.parametrize("flags, expected", [
-    (dict(), [3.6, -3.2]),                       # H_i = 0.9, 1.1 (means over tokens): Y = 1.1, 0.9, clipped
-    (dict(alpha=0.05, beta=0.05), [3.15, -3.8]),
-    (dict(advantage="clip"), [2.0, -2.0]),
-    (dict(advantage="clip", bound=3.5), [3.0, -3.5]),
-    (dict(advantage="none"), [3.0, -4.0])])
-def test_entropy_advantages(flags, expected):
-    entropies = [torch.tensor([0.3, 1.5]), torch.tensor([1.3])]
-    if flags == {}:  # H_i = 0.5, 1.5, average 1: Y = 1.5, 0.5, clipped to 1.2 and 0.8
-        entropies = [torch.tensor([0.25, 0.75]), torch.tensor([1.5])]
-    if "alpha" in flags:  # H_i = 0.9, 1.1: Y = 1.1, 0.9, clipped to 1.05 and 0.95
-        entropies = [torch.tensor([0.3, 1.5]), torch.tensor([1.1])]
-    trained = [SimpleNamespace(entropy=entropy) for entropy in entropies]
+@pytest.mark.parametrize("flags, entropies, expected", [
+    # H_i, means over tokens: 0.5 and 1.5, average 1: Y = 1.5, 0.5, clipped to 1.2 and 0.8
+    (dict(), ([0.25, 0.75], [1.5]), [3.6, -3.2]),
+    # 0.9 and 1.1: Y = 1.1, 0.9, clipped to 1.05 and 0.95
+    (dict(alpha=0.05, beta=0.05), ([0.3, 1.5], [1.1]), [3.15, -3.8]),
+    (dict(advantage="clip"), ([0.3, 1.5], [1.1]), [2.0, -2.0]),
+    (dict(advantage="clip", bound=3.5), ([0.3, 1.5], [1.1]), [3.0, -3.5]),
+    (dict(advantage="none"), ([0.3, 1.5], [1.1]), [3.0, -4.0])])
+def test_entropy_advantages(flags, entropies, expected):
+    trained = [SimpleNamespace(entropy=torch.tensor(entropies_T)) for entropies_T in entropies]
     assert close(entropy_advantages(torch.tensor([3.0, -4.0]), trained, Args(**flags)), expected)
 
 
@@ -113,7 +110,7 @@ def test_graft():
 
 
 def test_forks_take_turns():
-    """The first forks of all prompts, then the second: fork j of n prompts is prompt j % n's, as its trunks are."""
+    """The first forks of all prompts, then the second ones, and so on; best first."""
     groups = [[rollout([5, 6, 7], logprobs=[-1.0, -3.0, -9.0]), rollout([5, 6], False, [-1.0, -2.0])],
               [rollout([5, 6, 7, 8], logprobs=[-4.0, -3.0, -5.0, -9.0]), rollout([9])]]
     # 9.0 is the surprisal of an end of the text: no place to fork. The last trunk is nothing else.
@@ -136,7 +133,7 @@ def test_cost_of_evenly_spread_forks_is_eq_11(length, n, b):
 
 
 def test_cost_by_hand():
-    # Two trunks of 4 and 6 tokens; branches of 2 and 3 from token 1, of 1 and 2 from token 3: 18 tokens generated.
+    # Two trunks of 4 and 6 tokens; branches of 2 and 3 from token 1, of 1 and 2 from token 3: 18 tokens.
     # Six parallel responses of the trunks' mean length, 5, are 30. Positions 1/4 and 3/6.
     trunks = [rollout([5] * 4), rollout([5] * 6)]
     forks = [Fork(0, 0, 1), Fork(0, 1, 3)]
@@ -169,7 +166,7 @@ def test_leaves_against_their_trunks(tmp_path, score):
     asked = {}
     for j, (stem, limit) in enumerate(zip(fork_call.prompts, fork_call.limits)):
         asked[stem.id] = (stem.prompt_ids, limit)
-        assert stem.id[0] == problems[j % 3].id  # with three ranks, trunks and their forks are on the same one
+        assert stem.id[0] == problems[j % 3].id  # of three ranks, the one of its trunk
     assert len(asked) == 3 * 3 * 2
     for problem, group in zip(problems, groups):
         assert len(group) == tree_leaves(3, 2, 2)
@@ -188,7 +185,7 @@ def test_leaves_against_their_trunks(tmp_path, score):
             assert leaf.finished == (leaf.response_ids[-1] in run.stop_ids)
             assert leaf.text == run.tokenizer.decode(leaf.response_ids, skip_special_tokens=True)
             assert leaf.answer == common.extract_answer(leaf.text)
-    # The sampler's log-probs of a leaf are the trainer's of the whole response: prefix and branch fit together
+    # Prefix and branch fit together: the sampler's log-probs of a leaf are the trainer's of it whole
     flat = [leaf for group in groups for leaf in group]
     run.policy.score(flat, "old_logp", args.temperature)
     assert max(float((leaf.logprobs - leaf.old_logp).abs().max()) for leaf in flat) < 1e-4
@@ -230,6 +227,6 @@ def test_without_forks_it_is_parallel_sampling_of_the_trunks(tmp_path):
 
 def test_responses_shorter_than_the_number_of_forks(tmp_path):
     line, = run_toy(ettrl, tmp_path / "run", **TINY | dict(max_new_tokens=2, kl_coef=0.0), trunks=2, forks=6)
-    # Two positions to fork at, 2 (1 + 2 x 2) = 10 leaves, 20 tokens in parallel; here 2 x 2 + 2 x 2 x (2 + 1) = 16
+    # Two positions to fork at: 2 (1 + 2 x 2) = 10 leaves, parallel 20 tokens; here 2 x 2 + 4 x (2 + 1) = 16
     assert line["truncated"] == 1 and line["length"] == 2
     assert line["token_ratio"] == pytest.approx(0.8) and line["fork_position"] == 0.25

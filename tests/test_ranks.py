@@ -1,8 +1,10 @@
 """Real ranks under torchrun: 1 rank = 2 ranks for every script, resume across them, two nodes, an engine per rank."""
 
+import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -63,10 +65,13 @@ for job in json.loads(jobs):
 """
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+def free_port() -> str:
+    """Outside the range from which outgoing connections take theirs, or one of these could be faster."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def torchrun(ranks, *command, **options):
@@ -215,9 +220,12 @@ def test_two_nodes(tmp_path):
     nodes = []
     for node in (0, 1):
         nodes.append(subprocess.Popen([*command, "--node-rank", str(node), str(ROOT / "ttrl.py"), *flags], **PIPES))
-    for node in nodes:
-        done = ended(node)
-        assert done.code == 0, done.errors[-2000:]
+    while any(node.poll() is None for node in nodes):
+        if any(node.poll() for node in nodes):  # it failed, and the other would wait for it
+            for node in nodes:
+                node.terminate()
+        time.sleep(0.1)
+    assert [node.returncode for node in nodes] == [0, 0], [ended(node).errors[-2000:] for node in nodes]
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
 
 

@@ -626,8 +626,8 @@ def how_much_a_prompt_counts(base, run):
 
 # ETTRL
 def forks_are_right(seen) -> None:
-    """Algorithm 1: a trunk's N most surprising tokens (Eq. 4: most uncertain places) are drawn anew, never the
-    end of the text. The leaves are the trunks, then what precedes a fork with each branch."""
+    """Algorithm 1: a trunk's N most surprising tokens (Eq. 4: most uncertain places) are drawn anew, never
+    the end of the text. The leaves are the trunks, then what precedes a fork with each branch."""
     args, (trunks, branches) = seen.args, seen.samples
     model = model_with(seen, seen.weights[1])
     forks = {}
@@ -871,6 +871,24 @@ def test_what_vllm_is_given(monkeypatch):
     common.VLLMSampler(args, "a model", [2], torch.device("cuda"), torch.bfloat16)
     assert given["gpu_memory_utilization"] == 0.3 and given["tensor_parallel_size"] == 2
     assert given["max_model_len"] == 150 and given["dtype"] == "bfloat16"
+
+
+@about("plan", "gpus", "gpu_gib")
+@pytest.mark.parametrize("gib, code", [(40.0, 0), (0.25, 1)])
+def test_plan(gib, code, watch, capsys):
+    """A table for so many GPUs of this size, before anything is loaded; exit code 1 if it does not fit."""
+    seen = watch.prepare("ttrl", plan=True, gpus=4, gpu_gib=gib)
+    with pytest.raises(SystemExit) as exit:
+        seen.main()
+    assert exit.value.code == code and not seen.calls and not seen.out.exists()
+    assert f"Plan for 4 GPU(s) of {gib:g} GiB" in capsys.readouterr().out
+
+
+@about("offload")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what it does on a GPU: tools/gpu_smoke.py")
+def test_offload_without_a_gpu(watch):
+    with pytest.raises(UserError, match="--offload is 'optimizer', but there is no GPU here"):
+        watch("ttrl", meddle=None, offload="optimizer")
 
 
 EVALUATED = dict(TINY, eval="toy_test", eval_samples=4, answers=None, noise=0, votes=2)

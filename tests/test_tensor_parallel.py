@@ -80,6 +80,7 @@ def texts(out) -> list[list[str]]:
     return [[response["text"] for response in record["responses"]] for record in records]
 
 
+@pytest.mark.slow
 def test_the_same_run_with_shared_engines(tmp_path, four_heads):
     """An engine of one rank, one of two ranks, two of two ranks: all run the current policy, and all sample
     the same tokens, before and after updates."""

@@ -1,11 +1,11 @@
 """A small mutation tester: which changes of a script's method and loop do its tests not notice?
 
-    python -m tools.mutate scrl.py                        # every mutant, by the quick tests
+    python -m tools.mutate scrl.py                        # every mutant
     python -m tools.mutate --sample 40 --jobs 2           # 40 of each of the six scripts, two at a time
-    python -m tools.mutate ttrl.py --tests "python -m pytest -x -q {file} tests/test_{name}.py"
+    python -m tools.mutate ttrl.py --tests "python -m pytest -x -q -m quick {file} tests/test_{name}.py"
     python -m tools.mutate scrl.py --list                 # only list them
 
-In --tests, {file} is scrl.py and {name} is scrl; the default is the quick tests, the script's own first.
+In --tests, {file} is scrl.py and {name} is scrl; the default is the script's tests, the quick ones first.
 Mutated is what stands between "# --- the method" (or the file's start) and "if __name__": + and -, * and /,
 comparisons, and / or, not, min / max, mean / sum, any / all, signs, constants, conditions (true, false),
 returned values, the order of a call's first two arguments, break / continue; statements are deleted. Texts,
@@ -38,7 +38,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py"]
-TESTS = "python -m pytest -x -q -m quick tests/test_{name}.py {file} && python -m pytest -x -q -m quick"
+TESTS = ("python -m pytest -x -q -m quick {file} tests/test_scripts.py -k '{file} or [{name}' && "
+         "python -m pytest -x -q tests/test_{name}.py tests/test_scripts.py -k '{file} or [{name}'")
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
              ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

@@ -17,7 +17,7 @@ text and in answer, from the other questions of the batch: else they collapse to
     loss                 that of ttrl.py on the questions plus that on the solutions; at ratio 1 its gradient
                          is Eq. 14's, with log pi averaged over a response's tokens
 
-Why it works, when it fails, every table row as a command: docs/dynamic_rl.md.
+Why it works, a worked example, every table row as a command: docs/dynamic_rl.md.
 
     python dynamic_rl.py                                                               # the toy, on a laptop
     python dynamic_rl.py --model Qwen/Qwen2.5-Math-1.5B                                # one GPU
@@ -54,11 +54,11 @@ class Args(common.Args):
     labels: Literal["majority", "gold"] = "majority"
     """gold: the data set's answers (semi-dynamic RL of Table 1), needs --dataset. majority: the model's."""
     dataset: str = ""
-    """Empty: Dynamic RL, the model writes its own questions. Given: semi-dynamic RL on these problems."""
+    """Empty: Dynamic RL, own questions. Given, with --labels gold: semi-dynamic RL on these problems."""
     question_prompt: str = Z_0
     """z_0, the one prompt that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
     max_question_tokens: common.Count = 1024
-    """Length limit of a response to z_0 (section 3.1). Questions over --max_prompt_tokens are filtered."""
+    """Of a response to z_0 (3.1: of a question). A question over --max_prompt_tokens is not solved."""
     filter: bool = True
     """Question filtering (section 2); --no-filter is Table 2's "w/o filtering"."""
     rq: bool = True

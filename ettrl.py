@@ -1,10 +1,10 @@
 """ETTRL: Balancing Exploration and Exploitation in LLM Test-Time RL via Entropy Mechanism (Liu et al. 2025,
 arXiv:2508.11356).
 
-The idea: most tokens of 64 parallel responses repeat each other, so sample few trunks and fork them where the
-model was least sure (ETMR). And multiply every trained response's advantage by 0.8 to 1.2: by less if the
-model was less sure of it than of its group's average (EAR). Here all forks of all prompts go to the engine in
-one second call, as prompt + prefix: its prefix cache reuses the trunks.
+The idea: many tokens of 64 parallel responses are redundant, so sample few trunks and fork them at the
+tokens the model found least likely (ETMR). And multiply every trained response's advantage by 0.8 to 1.2: by
+less if the model was less sure of it than of its group's average (EAR). Here all forks of all prompts go to
+the engine in one second call, as prompt + prefix: its prefix cache reuses the trunks.
 
     ETMR       score_t = -log pi(y_t) of a trunk's tokens; at the N highest draw token t anew    (Algorithm 1)
                leaves M (1 + B N), all of which vote                                                   (Eq. 8)
@@ -15,7 +15,7 @@ one second call, as prompt + prefix: its prefix cache reuses the trunks.
     The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
     on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
 
-Why it works, when it fails, every table row as a command: docs/ettrl.md.
+Why it works, a worked example, every table row as a command: docs/ettrl.md.
 
     python ettrl.py                                                                    # the toy, on a laptop
     python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # one GPU
@@ -59,7 +59,7 @@ class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
     eval_greedy: bool = True
-    """Section 4 evaluates greedily; but the tables average 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
+    """Section 4: greedy; but the tables' values fit means of 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
 
     def responses_per_prompt(self) -> int:
         return tree_leaves(self.trunks, self.forks, self.branches) if self.rollout == "etmr" else self.votes

@@ -67,6 +67,8 @@ class Args:
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gpu_memory: float = 0.9
+    tensor_parallel: int = 1
+    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold."""
     trust_remote_code: bool = False
     save_generations: bool = False
     """Write every response with its verdict to generations.jsonl."""
@@ -79,9 +81,10 @@ class Args:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         shared = ("model max_prompt_tokens max_new_tokens prompt seed sampler dtype gpu_memory "
-                  "trust_remote_code out question_field answer_field show_prompt plan gpus gpu_gib").split()
+                  "tensor_parallel trust_remote_code out question_field answer_field show_prompt plan gpus "
+                  "gpu_gib").split()
         options = {name: getattr(self, name) for name in shared}
-        return common.Args(**options, eval=self.benchmarks, eval_samples=self.samples,
+        return common.Args(**options, prompts_per_batch=10**6, eval=self.benchmarks, eval_samples=self.samples,
                            eval_temperature=self.temperature, eval_top_p=self.top_p, eval_top_k=self.top_k)
 
 

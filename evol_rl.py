@@ -5,7 +5,7 @@ responses grow short and alike. So every response of the majority is still rewar
 within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
 upper clip and an entropy bonus keep them.
 
-    valid      the last \\boxed{} contains a digit; an invalid response gets -1 and takes no part   (A.2, 2.2)
+    valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
                mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
                max_i: largest cosine to any other valid response of the prompt
@@ -16,7 +16,7 @@ upper clip and an entropy bonus keep them.
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, when it fails, every table row as a command: docs/evol_rl.md.
+Why it works, a worked example, every table row as a command: docs/evol_rl.md.
 
     python evol_rl.py                                                                  # the toy, on a laptop
     python evol_rl.py --model Qwen/Qwen3-1.7B-Base --dataset math500                   # one GPU
@@ -119,7 +119,7 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
                    alpha: float = 0.5) -> torch.Tensor:
     """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
 
-    Two cases are the released code's: alone in its block, u~ is 1 (the paper leaves it open); all equally
+    Two cases are the released code's: alone in its block, u~ is 1 (A.3 gives 0); all equally
     novel, u~ is 0.5 (A.3 gives 0)."""
     if len(block) < 2:
         return torch.ones(len(block))

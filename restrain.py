@@ -1,7 +1,7 @@
 """RESTRAIN: From Spurious Votes to Signals, Self-Driven RL (Yu et al. 2025, arXiv:2510.02172).
 
 The idea: a wrong majority label does more harm than hedging. Take every answer as a pseudo-label, weighted by
-its votes; if hardly two responses agree, push all of them down; scale a prompt's loss by how sure the initial
+its votes; if fewer than kappa responses agree, push all down; scale a prompt's loss by how sure the initial
 model was of it.
 
     labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
@@ -14,7 +14,7 @@ model was of it.
 One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
     sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip),  exactly.
 
-Why it works, when it fails, every table row as a command: docs/restrain.md.
+Why it works, a worked example, every table row as a command: docs/restrain.md.
 
     python restrain.py                                                                 # the toy, on a laptop
     python restrain.py --model Qwen/Qwen3-1.7B-Base --prompt plain --dataset aime24    # one GPU
@@ -207,8 +207,8 @@ def main(args: Args) -> None:
                                        else weight_of.get(prompt.id, online))
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
-            penalised = majority_count(classes_N) < args.kappa
-            label = None if penalised else weighted_labels(classes_N, label_sigma(args))
+            label = (weighted_labels(classes_N, label_sigma(args))
+                     if majority_count(classes_N) >= args.kappa else None)  # None: penalised
             run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio

@@ -1,7 +1,7 @@
 """SCRL: What If Consensus Lies? Selective-Complementary Reinforcement Learning at Test Time (Yan et al. 2026,
 arXiv:2603.19880).
 
-The idea: a weak majority is often wrong, and the z-score pays it most: with a share f of the votes its
+The idea: a weak majority is often wrong, and the z-score pays it most: with a share f of winners their
 advantage is sqrt((1 - f) / f). So only a strong and clear majority becomes a label; otherwise there is none.
 Rare answers that were also given with high entropy are most likely wrong and become negative labels. The size
 of a reward follows the share of the votes, answers given with high entropy lose a little, and no answer at
@@ -18,7 +18,7 @@ all costs most: -1 (released code).
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, when it fails, every table row as a command: docs/scrl.md.
+Why it works, a worked example, every table row as a command: docs/scrl.md.
 
     python scrl.py                                                                     # the toy, on a laptop
     python scrl.py --model meta-llama/Llama-3.2-1B-Instruct --dataset aime25           # one GPU

@@ -163,7 +163,7 @@ def out_of_memory(error: Exception) -> str:
     sampling = DOING[0] in ("starting vLLM", "sync", "sample", "evaluate")
     remedy = ("a smaller --gpu_memory leaves more to the trainer, a larger one more to vLLM" if sampling else
               "give a smaller --micro_tokens, --gradient_checkpointing on, or --offload optimizer")
-    reason = " ".join(str(error).split(". ")[:2]).strip()
+    reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
     return (f"the GPU's memory was not enough ({DOING[0]}: {reason}); {remedy}. --plan shows what takes it; "
             "--resume goes on from the newest checkpoint.")
 

@@ -114,8 +114,8 @@ class Plan:
 
     @property
     def usable(self) -> int:
-        """Bytes of a GPU that phases may take."""
-        return int(self.options.gpu_gib * GIB * USABLE_SHARE) - OVERHEAD
+        """Bytes of a GPU that phases may take. In an evaluation the overhead is part of vLLM's share."""
+        return int(self.options.gpu_gib * GIB * USABLE_SHARE) - (OVERHEAD if self.options.train else 0)
 
     @property
     def peaks(self) -> dict[str, int]:

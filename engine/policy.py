@@ -233,7 +233,7 @@ class Policy:
             entropies = entropy_T.cpu().split(micro.sizes)
             for i, logp, entropy in zip(micro.indices, logps, entropies):
                 mine[i] = (logp, entropy)
-        if distributed():
+        if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
         for part in gather(mine):
             for i, (logp, entropy) in part.items():

@@ -118,7 +118,7 @@ class Plumbing:
         """Rollout batches of the whole run: --steps, else those of --epochs."""
         args = self.args
         self.total_steps = args.steps or args.epochs * (len(self.problems) // args.prompts_per_batch)
-        if self.trains and not self.total_steps:
+        if self.trains and not (self.total_steps and (self.problems or args.own_prompts(self.tokenizer))):
             raise UserError("there is nothing to train on: --dataset is empty; name one.")
 
     def _load(self, name: str, train: bool = False) -> list[Problem]:
@@ -129,6 +129,9 @@ class Plumbing:
         for p in problems:
             p.prompt_ids = encode_prompt(self.tokenizer, p.question, args.prompt, args.max_prompt_tokens)
         kept = [p for p in problems if p.prompt_ids]
+        if train and not kept:
+            raise UserError(f"all {len(problems)} problems of {name} have more than --max_prompt_tokens "
+                            f"{args.max_prompt_tokens}; raise it.")
         if len(kept) < len(problems) and not quiet:
             print(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
                   f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}", flush=True)

@@ -55,8 +55,7 @@ def engine_errors(args) -> list[str]:
         bad.append(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at least the {what}, "
                    f"{ranks // parallel}.")
     other = args.plain or args.sampler == "hf"
-    missing = args.sampler == "auto" and not args.plan and not has_vllm()
-    if parallel > 1 and (other or missing):
+    if parallel > 1 and (other or args.sampler == "auto" and not args.plan and not has_vllm()):
         bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
                    "--sampler vllm, without --plain.")
     return bad

@@ -123,9 +123,10 @@ def test_cost_of_evenly_spread_forks_is_eq_11(length, n, b):
     """All trunks and leaves as long as each other, forks at k / (N + 1) of it: (1 + B N / 2) / (1 + B N)."""
     trunks = [rollout([5] * length) for _ in range(2)]
     forks = [Fork(0, m, length * k // (n + 1)) for m in range(2) for k in range(1, n + 1)]
-    branches = [[rollout([6] * (length - fork.position)) for _ in range(b)] for fork in forks]
-    leaves = list(trunks)
-    for fork, grown in zip(forks, branches):
+    branches, leaves = [], list(trunks)
+    for fork in forks:
+        grown = [rollout([6] * (length - fork.position)) for _ in range(b)]
+        branches.append(grown)
         leaves += [graft(trunks[fork.trunk], fork.position, branch) for branch in grown]
     cost = tree_cost([trunks], [leaves], forks, branches)
     assert cost["token_ratio"] == pytest.approx((1 + b * n / 2) / (1 + b * n))  # the defaults: 3 / 5
@@ -194,9 +195,10 @@ def test_leaves_against_their_trunks(tmp_path, score):
 def test_scored_are_the_leaves_that_the_loop_trains(tmp_path):
     run, args, _ = watched_run(tmp_path / "run", train_samples=3)
     run.begin_step(1)
-    groups = [[rollout([5]) for _ in range(10)] for _ in range(4)]
-    trained = []
-    for problem, group in zip(run.problems, groups):
+    groups, trained = [], []
+    for problem in run.problems[:4]:
+        group = [rollout([5]) for _ in range(10)]
+        groups.append(group)
         trained += [group[i] for i in run.subset(10, 3, problem)]
     assert to_train(run, run.problems[:4], groups, args) == trained and len(trained) == 12
 

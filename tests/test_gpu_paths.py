@@ -1,12 +1,31 @@
 """What only runs on a GPU, tried without one as far as that goes, and what a first hour on one may meet."""
 
-import torch
-from conftest import make_policy, random_rollouts
-from torch.nn.attention import varlen
+import contextlib
+import json
+import os
+import sys
+from importlib import util
+from types import SimpleNamespace
+from unittest import mock
 
-from engine import fast
-from engine.base import Rollout
-from engine.policy import MicroBatch
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_policy, random_rollouts, toy_args
+from torch.distributed import fsdp
+from torch.nn.attention import varlen
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import common
+import ttrl
+from engine import fast, options, runfolder, setup
+from engine.base import Rollout, UserError
+from engine.checkpoint import writer_of
+from engine.plan import OVERHEAD, cpu_sentence
+from engine.policy import MicroBatch, Policy
+from engine.run import Plumbing
+from engine.sizes import GIB
+from tools.simulate_memory import config_of
 
 torch.set_num_threads(1)
 
@@ -68,3 +87,171 @@ def test_variable_length_attention_is_tried_before_it_is_used(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: varlen_by_loop(*a, **k, from_the_end=False))
     assert not fast.varlen_works(config, cpu, torch.float32)
     assert not make_policy().varlen
+
+
+# ------------------------------------------------ FSDP, with one rank --------------------------------------
+@contextlib.contextmanager
+def one_rank():
+    """A process group of this process alone, so that Policy is sharded."""
+    with mock.patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def trained(**flags) -> tuple[float, dict[str, torch.Tensor]]:
+    """(gradient norm, weights) after two optimizer steps."""
+    policy, rollouts = make_policy(**flags), random_rollouts(5)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    policy.score(rollouts, "old_logp", 1.0)
+    for _ in range(2):
+        for micro in policy.micro_batches(rollouts):
+            policy.logprobs(micro, 1.0)[0].sum().backward()
+        norm = policy.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norm, dict(policy.named_tensors(torch.float32))
+
+
+def test_offload_changes_no_number(monkeypatch):
+    """FSDP's own offloading, here from host memory to host memory."""
+    monkeypatch.setattr(fsdp.CPUOffloadPolicy, "__init__", lambda self: setattr(self, "pin_memory", False))
+    with one_rank():
+        (norm, weights), (norm_off, weights_off) = trained(), trained(offload=True)
+    assert norm == norm_off and all(torch.equal(weights[name], weights_off[name]) for name in weights)
+
+
+@pytest.mark.parametrize("trainable,stored", [(True, torch.float32), (False, torch.bfloat16)])
+def test_shards_are_cast_and_buffers_are_not(trainable, stored):
+    """float32 masters of the policy, the compute type of the reference; RoPE's frequencies stay float32."""
+    with one_rank():
+        policy = Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, trainable, max_length=192)
+        assert {parameter.dtype for parameter in policy.parameters()} == {stored}
+        assert {buffer.dtype for buffer in policy.model.buffers()} == {torch.float32}
+
+
+def test_scoring_leaves_no_gathered_weights():
+    """Else the weights that go to the sampler would be those of the compute type, rounded."""
+    with one_rank():
+        policy = Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, max_length=192)
+        policy.score(random_rollouts(3), "old_logp", 1.0)
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        original = AutoModelForCausalLM.from_pretrained(common.TOY_MODEL, dtype=torch.float32).state_dict()
+        for name, tensor in policy.named_tensors(torch.float32):
+            assert torch.equal(tensor, original[name]), name
+
+
+def test_the_final_model_has_the_compute_type(tmp_path):
+    with one_rank():
+        policy = Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, max_length=192)
+        policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(common.TOY_MODEL))
+    assert json.loads((tmp_path / "final/config.json").read_text())["dtype"] == "bfloat16"
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(common.TOY_MODEL).state_dict().items():
+        assert torch.equal(saved[name], tensor.bfloat16()), name
+
+
+def test_every_rank_checks_its_own_files():
+    names = ["__0_0.distcp", "__11_2.distcp", ".metadata", "state.json"]
+    assert [writer_of(name) for name in names] == [0, 11, 0, 0]
+
+
+# -------------------------------------------------- before a run -------------------------------------------
+def checked(gib: float, monkeypatch, **flags) -> Plumbing:
+    """A run of Qwen2.5-Math-7B on 8 GPUs of this size, as far as its check."""
+    monkeypatch.setattr("engine.run.machine", lambda args: (8, gib, "NVIDIA H100"))
+    run = Plumbing()
+    run.args, run.trains, run.engine = ttrl.Args(**flags), True, "vllm"
+    run.device, run.config, run.problems = torch.device("cuda"), config_of("qwen2.5-math-7b"), [None] * 30
+    run._check_plan()
+    return run
+
+
+def test_a_run_that_does_not_fit_stops_before_weights(monkeypatch):
+    with pytest.raises(UserError, match="This run does not fit: .* it fits with .*--offload"):
+        checked(23.6, monkeypatch)
+    run = checked(79.2, monkeypatch, gradient_checkpointing="off")
+    assert run.plan.fits and run.args.micro_tokens == run.plan.options.micro_tokens < 16384
+    assert run.plan.options.steps == 240
+
+
+def test_what_is_taken_is_logged_beside_the_plan(monkeypatch):
+    run = checked(79.2, monkeypatch)
+    taken = iter([30, 35, 20, 40])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((79 - next(taken)) * GIB, 79 * GIB))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    run.measured, run.seconds, run.running = {}, {}, None
+    for phase in ("sync", "sample", "score", "score", "update", None):
+        run.phase(phase)
+    assert run.measured == dict(scoring=35, update=20)
+    run.measure("sampling")
+    assert run.measured["sampling"] == 40 and run.plan.peaks.keys() >= run.measured.keys()
+    assert run.plan.peaks["update"] + OVERHEAD < 79.2 * GIB
+
+
+def test_offload_needs_a_gpu(tmp_path):
+    with pytest.raises(UserError, match="--offload is 'optimizer', but there is no GPU here"):
+        common.Run(toy_args(ttrl, offload="optimizer", out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_disk_space_is_found_before_the_run(tmp_path, monkeypatch):
+    """The toy: two checkpoints and one being written of 12 bytes a parameter, and the model of 4."""
+    needed = (3 * 12 + 4) * 355_584
+    for spare, fits in ((-1, False), (0, True)):
+        monkeypatch.setattr(runfolder.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed + spare))
+        args = toy_args(ttrl, checkpoint_every=10, out=str(tmp_path / f"new/run{spare}"))
+        if fits:
+            common.Run(args)
+            continue
+        with pytest.raises(UserError, match="GiB to spare, but checkpoints and final model take 0.01; give"):
+            common.Run(args)
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_step_too_large_for_a_cpu_is_said(capsys):
+    sentence = cpu_sentence(ttrl.Args(), config_of("qwen2.5-math-1.5b"), threads=2)
+    assert "a step samples up to 1,572,864 tokens from 1.54e9 parameters" in sentence and "goes on" in sentence
+    toy = toy_args(ttrl, votes=32, prompts_per_batch=16, max_new_tokens=128)
+    assert cpu_sentence(toy, make_policy().model.config, threads=1) == ""
+
+
+# ------------------------------------------------- the first hour ------------------------------------------
+def test_a_broken_vllm_is_never_replaced_without_a_word(monkeypatch):
+    """A null in sys.modules makes an import fail."""
+    monkeypatch.setattr(util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="vLLM is installed, but does not import here .* --sampler hf"):
+        setup.has_vllm()
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    assert setup.has_vllm() is False
+
+
+def test_memory_that_ran_out_is_one_sentence(monkeypatch):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of ...")
+    monkeypatch.setattr(options, "DOING", ["update"])
+    sentence = options.out_of_memory(error)
+    assert "(update: CUDA out of memory. Tried to allocate 2.00 GiB)" in sentence
+    assert "--micro_tokens" in sentence and "--gradient_checkpointing on" in sentence
+    options.DOING[0] = "starting vLLM"
+    too_little = ValueError("Free memory on device (11.5/23.6 GiB) is less than desired GPU memory utilization")
+    assert "--gpu_memory" in options.out_of_memory(too_little) and "--gpu_memory" in options.out_of_memory(error)
+    assert options.out_of_memory(ValueError("something else")) == ""
+    assert options.out_of_memory(KeyError("memory")) == ""
+
+
+def test_launch_shows_the_sentence_and_leaves_with_code_2(monkeypatch, capsys):
+    def main(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    class Left(Exception):
+        pass
+
+    monkeypatch.setattr(options, "parse", lambda args_class, toy: None)
+    monkeypatch.setattr(options, "leave", mock.Mock(side_effect=Left))
+    with pytest.raises(Left):
+        options.launch(main, None, {})
+    options.leave.assert_called_once_with(2)
+    assert capsys.readouterr().err.startswith("Error: the GPU's memory was not enough (")

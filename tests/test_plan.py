@@ -98,10 +98,10 @@ def test_hand_worked_numbers():
 
 
 def test_host_memory_of_a_32b_on_8_ranks():
-    """One bf16 file, a float32 copy on rank 0 while saving, 8 processes; 8 float32 copies would be 976."""
+    """One bf16 file, a bf16 copy on rank 0 while saving, 8 processes; 8 float32 copies would be 976."""
     s = shape_of(config_of("qwen2.5-32b"))
-    assert host_bytes(s, Options(ranks=8)) / GIB == pytest.approx(61 + 122 + 24, abs=1)
-    assert host_bytes(s, Options(ranks=8, offload="optimizer")) / GIB == pytest.approx(207 + 488 + 61, abs=2)
+    assert host_bytes(s, Options(ranks=8)) / GIB == pytest.approx(61 + 61 + 24, abs=1)
+    assert host_bytes(s, Options(ranks=8, offload="optimizer")) / GIB == pytest.approx(146 + 488 + 61, abs=2)
 
 
 def test_rates_are_the_ceilings_of_the_benchmarks(monkeypatch):

@@ -1,17 +1,20 @@
 """--plan from the command line, and: every GPU command of the pages fits into 90% of the GPUs it names."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-import test_docs
 from conftest import ROOT
 from test_docs import PAGES, commands_of, understand
 
 import common
+import ttrl
+from engine.base import UserError
 from engine.plan import plan_from_args
 from tools.simulate_memory import config_of
 
@@ -30,3 +33,112 @@ MODELS = {  # Hub id: a shape of tools/simulate_memory.py, or the same numbers, 
     "deepseek-ai/deepseek-math-7b-instruct": ("llama", 4096, 11008, 30, 32, 32, 128, 102400, False),
     "mistralai/Mistral-Nemo-Instruct-2407": ("mistral", 5120, 14336, 40, 32, 8, 128, 131072, False),
     "mistralai/Ministral-8B-Instruct-2410": ("mistral", 4096, 12288, 36, 32, 8, 128, 131072, False)}
+
+
+# ------------------------------------------------ the command line -----------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Qwen2.5-Math-7B without weights: its config, the toy's tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen2.5-math-7b")
+    config = config_of("qwen2.5-math-7b")
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | dict(architectures=["Qwen2ForCausalLM"])))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "toy" / name, folder)
+    return folder
+
+
+def process(script: str, *flags) -> tuple[int, str, str]:
+    """(exit code, what it prints, its errors) of a real process without a network."""
+    environment = os.environ | dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, ROOT / script, *map(str, flags)], capture_output=True, text=True,
+                          env=environment, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_plan_that_fits(folder):
+    """The data set is not needed: AIME 2024 has 30 problems, so 80 epochs are 240 batches of 8."""
+    code, out, err = process("ttrl.py", "--model", folder, "--plan", "--gpus", 8, "--gpu_gib", 80)
+    assert code == 0 and out.endswith("It fits.\n"), err
+    assert "Plan for 8 GPU(s) of 80 GiB; 7.62e9 parameters" in out and "  240 steps: at most about" in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_a_plan_that_does_not_fit(folder):
+    code, out, _ = process("ttrl.py", "--model", folder, "--plan", "--gpus", 4, "--gpu_gib", 40)
+    assert code == 1 and "This run does not fit: " in out.splitlines()[-1] and "--offload" in out.splitlines()[-1]
+
+
+def test_a_plan_of_an_evaluation(folder):
+    flags = ("--benchmarks", "math500,aime24", "--plan", "--gpus", 2)
+    code, out, err = process("evaluate.py", "--model", folder, *flags)
+    assert code == 0 and "  8,480 responses: at most" in out and "Adam" not in out, err
+
+
+# ---------------------------------------------------- in process -------------------------------------------
+def planned(folder, capsys, **options) -> tuple[int, str]:
+    """(exit code, what is printed) by --plan for 8 GPUs."""
+    with pytest.raises(SystemExit) as end:
+        common.Run(ttrl.Args(model=str(folder), plan=True, **dict(gpus=8) | options))
+    return end.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(gradient_checkpointing="off", micro_tokens=16384), "it fits with --gradient_checkpointing on."),
+    (dict(gpu_memory=0.1), "it fits with --gpu_memory"),
+])
+def test_the_flags_that_would_make_it_fit(folder, capsys, options, words):
+    code, out = planned(folder, capsys, **options)
+    assert code == 1 and words in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8"),
+    (dict(gpus=16), "--prompts_per_batch is 8, but must be at least the ranks, 16"),
+    (dict(gpus=-1), "--gpus is -1, but must be 0 or more"),
+    (dict(gpu_gib=math.nan), "--gpu_gib is nan, but must be 0 or more"),
+    (dict(plan=False), "--gpus is 8, but only --plan takes it"),
+    (dict(max_new_tokens=99999), "must fit the model's context of 32768 tokens"),
+])
+def test_bad_input_is_one_sentence(folder, options, words):
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        common.Run(ttrl.Args(model=str(folder), **dict(plan=True, gpus=8) | options))
+    assert "\n" not in str(error.value)
+
+
+def test_a_size_that_is_not_known_gives_no_hours(folder, tmp_path, capsys):
+    code, out = planned(folder, capsys, dataset="somebody/problems")
+    assert code == 0 and " steps: " not in out
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(dict(question=f"{n} + 1?", answer="1")) + "\n" for n in range(24)))
+    code, out = planned(folder, capsys, dataset=str(problems), epochs=2)
+    assert code == 0 and "  6 steps: at most" in out
+
+
+def test_micro_batches_are_as_large_as_fit(folder):
+    """1.5B without recomputation: 16,384 tokens on 80 GB, 8,192 on 50; a number that is given is kept."""
+    config = config_of("qwen2.5-math-1.5b")
+    for gib, given, chosen in ((80, 0, 16384), (50, 0, 8192), (50, 16384, 16384)):
+        args = ttrl.Args(gradient_checkpointing="off", micro_tokens=given, gpu_memory=0.3)
+        assert plan_from_args(args, config, ranks=8, gpu_gib=gib).options.micro_tokens == chosen
+
+
+# -------------------------------------------- the commands of the pages ------------------------------------
+def plan_of(command: str, gib: float):
+    """The plan of a page's command on GPUs of so many GiB; None for one without a model. A run's own model,
+    runs/NAME/final, counts as the largest one that the pages train on one node."""
+    found = understand(command)
+    if not found or not found.args.model:
+        return None
+    train = found.name != "evaluate"
+    args = found.args if train else found.args.run_args()
+    model = "Qwen/Qwen3-8B" if args.model.startswith("runs/") else args.model
+    return plan_from_args(args, config_of(MODELS[model]), args.gpus or found.world, gib, train=train)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_the_pages_fit_into_90_percent_of_their_gpus(page, capsys):
+    free, rows = commands_of(page)
+    gibs = {row.command: float(row.gpus.split(" x ")[1].removesuffix(" GB")) for row in rows if row.command}
+    for where, command in [*free, *((row.where, row.command) for row in rows if row.command)]:
+        plan = plan_of(command, 0.9 * gibs.get(command, 80.0))
+        assert plan is None or plan.fits, f"{where}: {plan.verdict()}"

@@ -66,8 +66,8 @@ def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
 @pytest.mark.parametrize("trains", [True, False])
 def test_only_an_engine_that_trains_starts_with_dummy_weights(constructor, trains):
     """A run sends its weights before it first samples; an evaluation has nothing but the checkpoint."""
-    run = SimpleNamespace(args=common.Args(), engine="vllm", model_path="M", stop_ids=[2], device=CPU,
-                          dtype=torch.float32, trains=trains)
+    run = mock.Mock(args=common.Args(), engine="vllm", model_path="M", stop_ids=[2], device=CPU,
+                    dtype=torch.float32, trains=trains)
     common.Run.load_sampler(run)
     given = constructor.call_args.kwargs["load_format"]
     assert given == ("dummy" if trains else "auto")

@@ -39,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py"]
 TESTS = ("python -m pytest -x -q -m quick {file} tests/test_scripts.py -k '{file} or [{name}' && "
-         "python -m pytest -x -q tests/test_{name}.py tests/test_scripts.py -k '{file} or [{name}'")
+         "python -m pytest -x -q tests/test_scripts.py tests/test_{name}.py -k '{file} or [{name}'")
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
              ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -188,7 +188,8 @@ class Worker:
     """A copy of the repository in which one mutant after another stands in for its file."""
 
     def __init__(self, root: Path, folder: Path):
-        self.folder, self.process, self.mutant = folder, None, None
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        self.process = self.mutant = None
         shutil.copytree(root, folder, ignore=COPIED_NOT)
         if (root / ".venv").exists():
             (folder / ".venv").symlink_to((root / ".venv").resolve())
@@ -205,10 +206,10 @@ class Worker:
         command = tests.replace("{file}", file).replace("{name}", Path(file).stem)
         search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": search, "OMP_NUM_THREADS": "1"}
-        nothing = subprocess.DEVNULL
         self.began = time.time()
-        self.process = subprocess.Popen(command, shell=True, cwd=self.folder, env=env, start_new_session=True,
-                                        stdin=nothing, stdout=nothing, stderr=nothing)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, shell=True, cwd=self.folder, env=env, stdout=log,
+                                            stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def result(self, limit: float) -> str:
         """killed, survived, timeout (after `limit` seconds), or "" if the tests still run."""
@@ -252,7 +253,8 @@ def run(todo: list[Mutant], sources: dict[str, str], root: Path, tests: str, job
             for file in dict.fromkeys(mutant.file for mutant in todo):
                 workers[0].start(file, sources[file], tests)
                 if workers[0].process.wait():
-                    raise ValueError(f"{file} fails its tests unchanged: {workers[0].process.args}")
+                    output = workers[0].log.read_text(errors="replace")[-3000:]
+                    raise ValueError(f"{file} fails its tests unchanged:\n{output}")
                 limits[file] = limit or 3 * (time.time() - workers[0].began) + 10
             waiting, idle, busy = list(todo), list(workers), []
             while waiting or busy:

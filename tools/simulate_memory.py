@@ -50,7 +50,7 @@ SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, he
 
 
 def config_of(shape: str | tuple, layers: int = 0):
-    """The transformers config of a shape above, or of such numbers, cut to so many layers (0: all of them)."""
+    """The transformers config of a shape above, or of such numbers, cut to so many layers (0: all)."""
     kind, hidden, inner, depth, heads, kv_heads, head_size, vocabulary, tied = SHAPES.get(shape, shape)
     sizes = dict(hidden_size=hidden, intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied,
                  num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size)

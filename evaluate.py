@@ -84,7 +84,8 @@ class Args:
                   "tensor_parallel trust_remote_code out question_field answer_field show_prompt plan gpus "
                   "gpu_gib").split()
         options = {name: getattr(self, name) for name in shared}
-        return common.Args(**options, prompts_per_batch=10**6, eval=self.benchmarks, eval_samples=self.samples,
+        options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
+        return common.Args(**options, eval=self.benchmarks, eval_samples=self.samples,
                            eval_temperature=self.temperature, eval_top_p=self.top_p, eval_top_k=self.top_k)
 
 

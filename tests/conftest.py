@@ -55,7 +55,8 @@ def run_toy(module, out, curves=False, **overrides) -> list[dict]:
     """Run a script's main on the toy with a small budget; returns the lines of metrics.jsonl."""
     args = toy_args(module, **overrides, out=str(out))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    no_curves = contextlib.nullcontext() if curves else mock.patch("tools.plot.plot")  # they take longer than a step
+    # they take longer than a step
+    no_curves = contextlib.nullcontext() if curves else mock.patch("tools.plot.plot")
     try:
         with no_curves:
             module.main(args)
@@ -87,7 +88,8 @@ def random_rollouts(count, seed=0, vocabulary=300, shortest=1, longest=40) -> li
     for _ in range(count):
         prompt = [rng.randrange(5, vocabulary) for _ in range(rng.randint(2, 30))]
         response = [rng.randrange(5, vocabulary) for _ in range(rng.randint(shortest, longest))]
-        rollouts.append(Rollout(prompt, response, torch.zeros(len(response)), True, advantage=rng.uniform(-2, 2)))
+        rollout = Rollout(prompt, response, torch.zeros(len(response)), True, advantage=rng.uniform(-2, 2))
+        rollouts.append(rollout)
     return rollouts
 
 
@@ -104,9 +106,13 @@ ARCHITECTURES = ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon",
 def tiny_model(name, folder):
     """A randomly initialised model of this architecture, vocabulary 64, saved to folder."""
     import transformers
-    options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                   num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.5)
-    options |= dict(GPTJ=dict(rotary_dim=8), OPT=dict(ffn_dim=64, word_embed_proj_dim=32, init_std=0.5)).get(name, {})
+    options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                   num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1,
+                   eos_token_id=2, initializer_range=0.5)
+    if name == "GPTJ":
+        options |= dict(rotary_dim=8)
+    if name == "OPT":
+        options |= dict(ffn_dim=64, word_embed_proj_dim=32, init_std=0.5)
     torch.manual_seed(0)
     config = getattr(transformers, name + "Config")(**options)
     model = getattr(transformers, name + ("LMHeadModel" if name == "GPT2" else "ForCausalLM"))(config)
@@ -121,9 +127,10 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = AutoTokenizer.from_pretrained(common.TOY_MODEL)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096,
-                         tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128,
+                         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+                         max_position_embeddings=4096, tie_word_embeddings=False,
+                         eos_token_id=tokenizer.eos_token_id,
                          pad_token_id=tokenizer.eos_token_id, bos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -197,7 +204,7 @@ class Watched:
     """A run of a script's main: what it samples, rewards, trains, and sends to the optimizer.
 
     answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so
-    that it differs from the reference. meddle(run): puts in further spies, or faults, before the first step."""
+    that it differs from the reference. meddle(run): puts in spies of its own, or faults, before step 1."""
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
         self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle

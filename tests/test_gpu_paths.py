@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_policy, random_rollouts, toy_args
+from conftest import fresh_state, make_policy, random_rollouts, toy_args
 from torch.distributed import fsdp
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,9 +148,10 @@ def test_the_final_model_has_the_compute_type(tmp_path):
         policy = Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, max_length=192)
         policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(common.TOY_MODEL))
     assert json.loads((tmp_path / "final/config.json").read_text())["dtype"] == "bfloat16"
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(common.TOY_MODEL).state_dict().items():
-        assert torch.equal(saved[name], tensor.bfloat16()), name
+    saved, original = fresh_state(tmp_path / "final"), fresh_state(common.TOY_MODEL)
+    assert saved.keys() == original.keys()
+    for name, tensor in original.items():
+        assert saved[name].dtype == torch.bfloat16 and torch.equal(saved[name], tensor.bfloat16()), name
 
 
 def test_every_rank_checks_its_own_files():

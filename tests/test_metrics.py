@@ -18,7 +18,8 @@ from engine.runfolder import sample_record
 
 
 def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
-    made = Rollout([1], [1] * length, torch.zeros(length), finished, text=text or f"so {answer}", answer=answer)
+    text = text or f"so {answer}"
+    made = Rollout([1], [1] * length, torch.zeros(length), finished, text=text, answer=answer)
     made.advantage = advantage
     return made
 
@@ -53,7 +54,7 @@ def test_grade_and_summary_by_hand():
     assert first["correct"] == [True, True, False, False] and first["majority"]
     assert second["correct"] == [False, False, True, False] and not second["majority"]
     row = summary([first, second])
-    # rates 1/2 and 1/4: mean 0.375; spread sqrt(2 x 0.125^2 / 1) = 0.17678, standard error 0.17678 / sqrt 2 = 0.125
+    # rates 1/2 and 1/4: mean 0.375; spread sqrt(2 x 0.125^2 / 1) = 0.17678; standard error 0.17678 / sqrt 2
     assert row["pass@1"] == 0.375 and row["stderr"] == pytest.approx(0.125)
     # pass@2: 1 - C(2,2) / C(4,2) = 5/6 and 1 - C(3,2) / C(4,2) = 1/2
     assert row["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2) and row["pass@4"] == 1.0
@@ -95,13 +96,14 @@ def test_metrics_of_the_votes_by_hand():
     assert row["batch_pass@1"] == 2 / 8
     assert row["majority_accuracy"] == 0  # 7 is not 5
     assert row["label_coverage"] == 1 and row["negative_coverage"] == 0
-    # the label, 7, is wrong; three were judged right and are not, two wrong and are right: three of eight are judged rightly
+    # the label, 7, is wrong; three were judged right and are not, two wrong and are right: three of eight are
+    # judged rightly
     assert row["label_accuracy"] == 0 and row["reward_accuracy"] == 3 / 8
     assert "negative_accuracy" not in row
 
 
 def test_the_label_that_was_used_counts_not_the_majority():
-    # Gold labels: class 1 is the label; it is right, and all are judged rightly, although the majority is wrong.
+    # Gold labels: class 1 is the label; all are judged rightly, although the majority is wrong.
     row = group_metrics(group({1: 1.0}))
     assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
     assert row["majority_ratio"] == 3 / 8
@@ -112,7 +114,7 @@ def test_gold_labels_as_the_scripts_log_them():
     classes = [None, None, 0, None, 0, None, None, None]
     row = group_metrics(group({0: 1.0}, classes=classes))
     assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
-    assert row["majority_ratio"] == 3 / 8 and row["distinct_answers"] == 3  # of the answers, not of these classes
+    assert (row["majority_ratio"], row["distinct_answers"]) == (3 / 8, 3)  # of the answers, not these classes
 
 
 def test_an_abstention_has_no_accuracy():
@@ -127,7 +129,8 @@ def test_an_abstention_has_no_accuracy():
 
 def test_weighted_labels_by_hand():
     # RESTRAIN: weights 0.5, 0.25, 0.25 on 7 (wrong), 5 (right), 9 (wrong): a quarter of the label is right.
-    # Judged rightly: 7: 3 of 8 (above); 5: 8; 9: 5 of 8 (the 9 and both 5 are judged wrongly): 0.5 x 3/8 + 0.25 + 0.25 x 5/8
+    # Judged rightly: 7: 3 of 8 (above); 5: 8; 9: 5 of 8 (the 9 and both 5 are judged wrongly):
+    # 0.5 x 3/8 + 0.25 + 0.25 x 5/8
     row = group_metrics(group({0: 0.5, 1: 0.25, 2: 0.25}))
     assert row["label_accuracy"] == pytest.approx(0.25)
     assert row["reward_accuracy"] == pytest.approx(0.5 * 3 / 8 + 0.25 + 0.25 * 5 / 8)
@@ -167,8 +170,9 @@ def test_a_step_without_any_answer():
 
 def test_lengths_are_means_over_responses():
     """ETTRL's groups are not all of one size: (4 + 4 + 1) / 3, not (4 + 1) / 2."""
-    long = group({}) | dict(responses=[rollout("1", 4), rollout("1", 4)], classes=[0, 0], rewards=[0, 0], trained=set())
-    short = group({}) | dict(responses=[rollout("1", 1)], classes=[0], rewards=[0], trained=set())
+    untrained = group({}, trained=[])
+    long = untrained | dict(responses=[rollout("1", 4), rollout("1", 4)], classes=[0, 0], rewards=[0, 0])
+    short = untrained | dict(responses=[rollout("1", 1)], classes=[0], rewards=[0])
     assert step_metrics([long, short])["length"] == 3
 
 
@@ -176,7 +180,8 @@ def test_lengths_are_means_over_responses():
 def test_a_sample_record_by_hand():
     made = group({0: 0.75, 1: 0.25}, rewards=[1, 1, 0, 1, 0, -1, 0.1234567, -1], trained=[1, 2],
                  advantages=[9, 0.5, -0.5] + [9] * 5)
-    made["responses"][2].text = made["responses"][1].text = "x" * 150 + "y" * 150
+    made["responses"][2].text = made["responses"][1].text = "x" * 4000 + "y" * 50
+    made["responses"][3].entropy = torch.tensor([0.25, 0.5])
     record = sample_record(4, made)
     assert (record["step"], record["problem"], record["gold"]) == (4, "p", "5")
     assert record["label"] == {"0": 0.75, "1": 0.25}
@@ -187,19 +192,24 @@ def test_a_sample_record_by_hand():
     assert by_name["trained"] == [False, True, True] + [False] * 5
     assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
     assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
-    assert len(by_name["text"][1]) == 300 and len(by_name["text"][2]) == 200  # two in full, the end of the others
+    # the ends of the texts: long ones of the first two, else short ones
+    assert by_name["text"][1:3] == ["x" * 3950 + "y" * 50, "x" * 50 + "y" * 50]
+    assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
+    assert record["negatives"] == [] and sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
 
 
 # ------------------------------------------ the same metrics in real runs ---------------------------------
 def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
     """Labels of gold do not touch what is said of the votes: step 1 samples the same responses either way."""
-    gold, plain = (run_toy(ttrl, tmp_path / labels, steps=1, labels=labels)[0] for labels in ("gold", "majority"))
+    gold = run_toy(ttrl, tmp_path / "gold", steps=1, labels="gold")[0]
+    plain = run_toy(ttrl, tmp_path / "plain", steps=1)[0]
     assert gold["label_accuracy"] == gold["reward_accuracy"] == gold["label_coverage"] == 1
     assert gold["reward"] == gold["batch_pass@1"] == plain["batch_pass@1"]
     for name in ("majority_ratio", "majority_accuracy", "distinct_answers", "answered", "length"):
         assert gold[name] == plain[name], name
     # TTRL's label is the majority
-    assert plain["label_accuracy"] == plain["majority_accuracy"] < 1 and plain["reward"] == plain["majority_ratio"]
+    assert plain["label_accuracy"] == plain["majority_accuracy"] < 1
+    assert plain["reward"] == plain["majority_ratio"]
     bands = run_toy(evol_rl, tmp_path / "bands", steps=1, labels="gold", novelty=False)[0]
     assert bands["label_accuracy"] == bands["reward_accuracy"] == 1
     assert bands["majority_accuracy"] == plain["majority_accuracy"]

@@ -36,8 +36,8 @@ def test_plan_is_complete_within_budget_and_equal_in_number(lengths, ranks, budg
 def test_plan_by_hand():
     # lengths 9, 1, 8, 2 within 16 tokens: 9 alone (two rows of 9 are 18), then 8 with 2 (2 x 8 = 16), then 1
     assert plan_micro_batches([9, 1, 8, 2], 1, 16) == [[[0], [2, 3], [1]]]
-    # on two ranks 20 / 2 = 10 tokens are enough: 9, then 8 (2 x 8 = 16 is too much), then 2 with 1 (2 x 2 = 4);
-    # they are dealt in turn, and the second rank gets an empty one
+    # on two ranks 20 / 2 = 10 tokens are enough: 9, then 8 (2 x 8 = 16 is too much), then 2 with 1
+    # (2 x 2 = 4); they are dealt in turn, and the second rank gets an empty one
     assert plan_micro_batches([9, 1, 8, 2], 2, 16) == [[[0], [3, 1]], [[2], []]]
 
 
@@ -53,7 +53,7 @@ def test_plan_gives_every_rank_a_share_of_a_large_budget():
 
 
 def test_fill_by_hand():
-    # 5 and 4 are 2 x 5 = 10; a third row would make it 15. 7 after 4 would pad 4 to 7: 2 x 7 = 14, so it is alone
+    # 5 and 4 are 2 x 5 = 10; a third row would make it 15. 7 after 4 would pad 4 to 7: 2 x 7 = 14
     assert fill([0, 1, 2, 3], [5, 4, 4, 7], 10) == [[0, 1], [2], [3]]
     assert fill([0, 1], [30, 2], 10) == [[0], [1]]  # longer than the budget: alone
     assert fill([], [], 10) == []
@@ -114,7 +114,7 @@ def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
 def test_pad_right_by_hand():
     # Rows are prompt + response without its last token; position t predicts token t + 1.
     # a: 1 2 | 5 6 7 -> row 1 2 5 6, tokens 5 6 7 are predicted by positions 1 2 3
-    # b: 3 | 8       -> row 3 0 0 0 (padded), token 8 is predicted by the row's position 0, which is 4 in the flat table
+    # b: 3 | 8       -> row 3 0 0 0 (padded), token 8 is predicted by its position 0, 4 in the flat table
     inputs, predict_from = pad_right([rollout([1, 2], [5, 6, 7]), rollout([3], [8])])
     assert inputs["input_ids"].tolist() == [[1, 2, 5, 6], [3, 0, 0, 0]]
     assert predict_from.tolist() == [1, 2, 3, 4]
@@ -202,7 +202,8 @@ def test_fast_head_equals_plain_head(tmp_path, name):
         logps, entropies = logp.split(micro.sizes), entropy.split(micro.sizes)
         gradients = gradients_of(policy, (logp + 0.5 * entropy).sum())
         sort = sorted(range(5), key=order.__getitem__)
-        results.append((torch.cat([logps[i] for i in sort]), torch.cat([entropies[i] for i in sort]), gradients))
+        in_order = [torch.cat([values[i] for i in sort]) for values in (logps, entropies)]
+        results.append((*in_order, gradients))
     (logp, entropy, gradients), (plain_logp, plain_entropy, plain_gradients) = results
     assert torch.allclose(logp, plain_logp, atol=1e-5) and torch.allclose(entropy, plain_entropy, atol=1e-5)
     assert_same_gradients(gradients, plain_gradients)
@@ -255,7 +256,8 @@ def test_a_model_that_takes_no_further_arguments_is_not_packed(monkeypatch, caps
 def test_an_architecture_with_other_logits_is_refused_and_plain_takes_it(tmp_path):
     from transformers import CohereConfig, CohereForCausalLM
     config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                          num_attention_heads=2, num_key_value_heads=1, logit_scale=0.0625, initializer_range=0.5)
+                          num_attention_heads=2, num_key_value_heads=1, logit_scale=0.0625,
+                          initializer_range=0.5)
     model = CohereForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="cohere does not compute its logits .* give --plain"):
@@ -290,7 +292,7 @@ def test_entropy_of_a_flat_distribution():
 
 
 def test_stop_token_is_trained_although_pad_is_eos(llama):
-    """Masks come from lengths: with pad = eos the last token of a response still gets its log-prob and weight."""
+    """Masks come from lengths: with pad = eos a response's last token still gets its log-prob and weight."""
     policy = make_policy(llama)
     eos = policy.model.config.eos_token_id
     assert policy.model.config.pad_token_id == eos
@@ -360,10 +362,12 @@ def test_the_papers_learning_rate_moves_the_float32_weights():
     logp, _ = policy.logprobs(next(policy.micro_batches(random_rollouts(6))), 1.0)
     logp.mean().backward()
     optimizer.step()
-    moved = sum(int((p.detach() != old).sum()) for p, old in zip(policy.parameters(), before))
-    assert moved > 0.5 * sum(old.numel() for old in before)
-    in_half = sum(int((p.detach().bfloat16() != old.bfloat16()).sum()) for p, old in zip(policy.parameters(), before))
-    assert in_half < 0.01 * sum(old.numel() for old in before)
+    moved, moved_in_bfloat16, weights = 0, 0, 0
+    for p, old in zip(policy.parameters(), before):
+        weights += old.numel()
+        moved += int((p.detach() != old).sum())
+        moved_in_bfloat16 += int((p.detach().bfloat16() != old.bfloat16()).sum())
+    assert moved > 0.5 * weights and moved_in_bfloat16 < 0.01 * weights
 
 
 # ---------------------------------------------- loading and saving -----------------------------------------
@@ -407,4 +411,5 @@ def test_a_model_file_that_lacks_tensors_is_refused(tmp_path, llama, damage, wor
         file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match=words) as error:
         load_model(str(folder))
-    assert str(error.value).startswith(f"--model is '{folder}', but its weights") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--model is '{folder}', but its weights")
+    assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""One full step of a model of real shape on the CPU: Qwen2.5-0.5B's, vocabulary 151,936, randomly initialised."""
+"""One full step of a model of real shape on the CPU: Qwen2.5-0.5B's, vocabulary 151,936, random weights."""
 
 import subprocess
 import sys
@@ -34,8 +34,8 @@ def test_one_step_of_a_half_billion_parameters(tmp_path):
     """In float32, from a bfloat16 checkpoint, as the real one is."""
     flags = ("--dataset toy --steps 1 --prompts_per_batch 2 --votes 2 --train_samples 2 --num_minibatches 1 "
              "--max_prompt_tokens 128 --max_new_tokens 16 --eval= --checkpoint_every 0 --sampler hf").split()
-    command = [sys.executable, "-c", CODE, str(tmp_path / "model"), *flags, "--model", str(tmp_path / "model"),
-               "--out", str(tmp_path / "run")]
+    model = str(tmp_path / "model")
+    command = [sys.executable, "-c", CODE, model, *flags, "--model", model, "--out", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = read_lines(tmp_path / "run/metrics.jsonl")

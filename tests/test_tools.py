@@ -272,6 +272,8 @@ def test_kinds_by_hand():
 def test_check_names_what_is_exceeded(tmp_path, monkeypatch, capsys):
     for name in ("ttrl", *diffs.LIMITS):
         (tmp_path / f"{name}.py").write_text(OTHER if name == "scrl" else BASE)
+    assert diffs.measure(tmp_path, "scrl") == {"lines": len(OTHER.splitlines()), "code": 8, "diff": 14,
+                                               "paper": 9 / 14, "its code": 5 / 14}
     monkeypatch.setattr(diffs, "LIMITS", dict(evol_rl=0, scrl=7))
     monkeypatch.setattr(diffs, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(sys, "argv", ["diffs", "--check", "--root", str(tmp_path)])

@@ -179,12 +179,6 @@ def all_but_the_second(keep=(True, False, True, True, True)):
     return keep_question
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, whole if it is sharded."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
-
-
 def spy(owner, name, before=None, after=None) -> None:
     """before(arguments) and after(result, arguments) are called around this one object's method."""
     original = getattr(owner, name)
@@ -201,9 +195,9 @@ def spy(owner, name, before=None, after=None) -> None:
 
 
 class Watched:
-    """A run of a script's main: what it samples, rewards, trains, and sends to the optimizer.
+    """A run of a script's main on the CPU: what it samples, rewards, trains, and sends to the optimizer.
 
-    answers: what is answered, see VOTES; None: what the model writes. noise: added to the initial policy, so
+    answers: what is answered, see VOTES; None: what the model writes, uncut. noise: added to the initial policy, so
     that it differs from the reference. meddle(run): puts in spies of its own, or faults, before step 1."""
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
@@ -233,17 +227,17 @@ class Watched:
             instead = mock.patch.object(self.module, "Embedder", FakeEmbedder)
         if self.script == "dynamic_rl":
             instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
-        with mock.patch.object(common.Run, "__init__", build_and_spy), \
-                mock.patch.object(sys, "argv", [f"{self.script}.py"]), \
-                instead:
+        cpu = mock.patch("engine.run.start_processes", return_value=(torch.device("cpu"), 0, 1))
+        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
+                mock.patch.object(sys, "argv", [f"{self.script}.py"]):
             self.metrics = run_toy(self.module, self.out, **self.flags)
         return self
 
     def policy_weights(self) -> dict[str, torch.Tensor]:
-        return {name: full(p) for name, p in self.run.policy.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.run.policy.model.named_parameters()}
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        return {name: full(p.grad) for name, p in self.run.policy.model.named_parameters()}
+        return {name: p.grad.clone() for name, p in self.run.policy.model.named_parameters()}
 
     def _spy(self, run) -> None:
         call = self.calls.append
@@ -256,7 +250,7 @@ class Watched:
         spy(run, "minibatches", after=self._split)
         spy(run, "end_step", before=lambda extra=None: call("end"))
         spy(run.sampler, "load", before=lambda tensors: call("sync"))
-        spy(run.sampler, "generate", before=self._will_generate)
+        spy(run.sampler, "generate", before=self._will_generate, after=self._cut)
         spy(run.sampler, "sleep", before=lambda: call("sleep"))
         spy(run.policy, "score", before=lambda rollouts, into, temperature: call(into))
         if run.reference:
@@ -270,14 +264,22 @@ class Watched:
         for parameter in self.run.policy.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * self.noise * 0.05
             with torch.no_grad():
-                parameter.add_(noise.to(parameter.device))
+                parameter.add_(noise)
 
     def _will_generate(self, requests, temperature, top_p=1.0, top_k=0) -> None:
         policy, sampler = self.policy_weights(), dict(self.run.sampler.model.named_parameters())
-        fresh = all(torch.equal(policy[name], full(p).float()) for name, p in sampler.items())
+        fresh = all(torch.equal(policy[name], p.float()) for name, p in sampler.items())
         options = dict(temperature=temperature, top_p=top_p, top_k=top_k)
         self.calls.append("generate")
         self.generated.append(SimpleNamespace(requests=requests, fresh=fresh, **options))
+
+    def _cut(self, groups, requests, temperature, top_p=1.0, top_k=0) -> None:
+        """Lengths differ, as if some responses had met their limit earlier; else all means were the same."""
+        for group in groups if self.answers else []:
+            for i, response in enumerate(group):
+                length = max(1, len(response.response_ids) - i % 5 * 3)
+                response.finished = response.finished and length == len(response.response_ids)
+                response.response_ids, response.logprobs = response.response_ids[:length], response.logprobs[:length]
 
     def _will_sample(self, prompts, n, limits=None) -> None:
         self.weights.setdefault(self.run.step, self.policy_weights())
@@ -288,7 +290,7 @@ class Watched:
                                             groups=groups, tokens=tokens))
 
     def _decoded(self, result, responses, problem) -> None:
-        if self.answers is None or not isinstance(problem.id, int):
+        if not self.answers or not isinstance(problem.id, int):
             return  # no problem: a prompt of Dynamic RL's or ETTRL's own
         letters = (self.answers if self.run.step else INITIAL_VOTES)[problem.id]
         first = self.answered.setdefault((self.run.step, problem.id), 0)

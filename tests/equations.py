@@ -82,7 +82,9 @@ def vote(answers: list[str | None]) -> str | None:
 
 
 def z(values: list[float]) -> list[float]:
-    """(value - mean) / std, 0 if all are equal."""
+    """(value - mean) / std, 0 if all are equal or there is one."""
+    if len(values) < 2:
+        return [0.0]
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     return [(value - mean) / spread if spread > 1e-7 else 0.0 for value in values]
 

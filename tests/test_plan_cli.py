@@ -28,7 +28,8 @@ MODELS = {  # Hub id: a shape of tools/simulate_memory.py, or the same numbers, 
     "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", 3072, 8192, 28, 24, 8, 128, 128256, True),
     "sail/Llama-3.2-3B-Oat-Zero": ("llama", 3072, 8192, 28, 24, 8, 128, 128256, True),
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b", "OctoThinker/OctoThinker-8B-Hybrid-Base": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "OctoThinker/OctoThinker-8B-Hybrid-Base": "llama-3.1-8b",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "llama-3.1-8b",
     "deepseek-ai/deepseek-math-7b-instruct": ("llama", 4096, 11008, 30, 32, 32, 128, 102400, False),
     "mistralai/Mistral-Nemo-Instruct-2407": ("mistral", 5120, 14336, 40, 32, 8, 128, 131072, False),
@@ -41,7 +42,8 @@ def folder(tmp_path_factory):
     """Qwen2.5-Math-7B without weights: its config, the toy's tokenizer."""
     folder = tmp_path_factory.mktemp("qwen2.5-math-7b")
     config = config_of("qwen2.5-math-7b")
-    (folder / "config.json").write_text(json.dumps(config.to_dict() | dict(architectures=["Qwen2ForCausalLM"])))
+    values = config.to_dict() | dict(architectures=["Qwen2ForCausalLM"])
+    (folder / "config.json").write_text(json.dumps(values))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "toy" / name, folder)
     return folder
@@ -65,7 +67,8 @@ def test_a_plan_that_fits(folder):
 
 def test_a_plan_that_does_not_fit(folder):
     code, out, _ = process("ttrl.py", "--model", folder, "--plan", "--gpus", 4, "--gpu_gib", 40)
-    assert code == 1 and "This run does not fit: " in out.splitlines()[-1] and "--offload" in out.splitlines()[-1]
+    last = out.splitlines()[-1]
+    assert code == 1 and "This run does not fit: " in last and "--offload" in last
 
 
 def test_a_plan_of_an_evaluation(folder):

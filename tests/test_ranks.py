@@ -176,7 +176,7 @@ def test_resume_on_another_number_of_ranks(tmp_path):
 
     def go(ranks, out, stop_at=None, resume=True):
         more = ["--resume"] if resume else []
-        process = drive(ranks, tmp_path, job("ttrl", out, *flags, *more))
+        process = drive(ranks, out.parent, job("ttrl", out, *flags, *more))
         while stop_at and process.poll() is None and not (out / f"checkpoints/step_{stop_at:08d}").exists():
             time.sleep(0.05)
         if stop_at:
@@ -184,11 +184,14 @@ def test_resume_on_another_number_of_ranks(tmp_path):
         done = ended(process)
         assert stop_at or done.code == 0, done.errors[-2000:]
 
-    one, run = tmp_path / "one", tmp_path / "run"
-    go(1, one, resume=False)
+    one, run = tmp_path / "a/run", tmp_path / "b/run"
+    one.parent.mkdir()
+    run.parent.mkdir()
+    whole = drive(1, one.parent, job("ttrl", one, *flags))  # meanwhile
     go(2, run, stop_at=2, resume=False)
     go(1, run, stop_at=4)
     go(2, run)
+    assert ended(whole).code == 0
     assert [line["step"] for line in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
     last = {}  # a step that was cut off is sampled again: what counts is the last time
     for line in read_lines(f"{run}.tokens"):

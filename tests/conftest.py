@@ -279,7 +279,8 @@ class Watched:
             for i, response in enumerate(group):
                 length = max(1, len(response.response_ids) - i % 5 * 3)
                 response.finished = response.finished and length == len(response.response_ids)
-                response.response_ids, response.logprobs = response.response_ids[:length], response.logprobs[:length]
+                response.response_ids = response.response_ids[:length]
+                response.logprobs = response.logprobs[:length]
 
     def _will_sample(self, prompts, n, limits=None) -> None:
         self.weights.setdefault(self.run.step, self.policy_weights())

@@ -197,7 +197,7 @@ def spy(owner, name, before=None, after=None) -> None:
 class Watched:
     """A run of a script's main on the CPU: what it samples, rewards, trains, and sends to the optimizer.
 
-    answers: what is answered, see VOTES; None: what the model writes, uncut. noise: added to the initial policy, so
+    answers: what is answered, see VOTES; None: what the model writes, uncut. noise: added to the policy, so
     that it differs from the reference. meddle(run): puts in spies of its own, or faults, before step 1."""
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):

@@ -120,8 +120,10 @@ def parameters_on_meta(config) -> int:
     """Parameters of the model that transformers makes of this config, without memory for them."""
     import torch
     from transformers import AutoModelForCausalLM
+    trusted = type(config).__module__.startswith("transformers_modules")  # its code has run already
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    return sum(p.numel() for p in model.parameters())
 
 
 # ----------------------------------------- the policy (simulated as well) -----------------------------------

@@ -82,11 +82,11 @@ def vote(answers: list[str | None]) -> str | None:
 
 
 def z(values: list[float]) -> list[float]:
-    """(value - mean) / std, 0 if all are equal or there is one."""
+    """(value - mean) / (std + 1e-6), 0 if all are equal or there is one."""
     if len(values) < 2:
         return [0.0]
     mean, spread = statistics.fmean(values), statistics.stdev(values)
-    return [(value - mean) / spread if spread > 1e-7 else 0.0 for value in values]
+    return [(value - mean) / (spread + 1e-6) if spread > 1e-7 else 0.0 for value in values]
 
 
 def ttrl_rewards(seen, group) -> tuple[list[float], object, set]:
@@ -314,7 +314,7 @@ def follows_the_paper(seen) -> None:
                 assert response.minus == pytest.approx(sum(w * min(a, 0) for w, a in target.parts), abs=1e-5)
                 assert response.weight == pytest.approx(target.scale, abs=1e-6)
             advantage = sum(w * a for w, a in target.parts)
-            assert response.advantage == pytest.approx(advantage, abs=2e-4)  # z divides by std + 1e-6
+            assert response.advantage == pytest.approx(advantage, abs=2e-4)
     assert len(targets) == len(seen.updates[0].train)
     if seen.script == "dynamic_rl" and not seen.args.dataset:
         for question in written_questions(seen):

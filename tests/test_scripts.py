@@ -390,12 +390,11 @@ def no_chat_template(base, run):
 @effect("ttrl", temperature=0.05)
 def nearly_greedy(base, run):
     assert run.generated[0].temperature == 0.05
+    beginnings = []
     for seen in (base, run):
-        longest = [max((r.response_ids for r in group.responses), key=len) for group in seen.groups]
-        alike = []
-        for group, tokens in zip(seen.groups, longest):
-            alike += [r.response_ids == tokens[:len(r.response_ids)] for r in group.responses]
-        assert statistics.fmean(alike) > 0.8 if seen is run else statistics.fmean(alike) < 0.3
+        texts = [{tuple(r.response_ids[:8]) for r in group.responses} for group in seen.groups]
+        beginnings.append(statistics.fmean(len(different) for different in texts))
+    assert beginnings[1] < 3 < 5 < beginnings[0]
     assert run.metrics[-1]["entropy"] < 0.1 < base.metrics[-1]["entropy"]  # of logits / temperature
     assert run.metrics[-1]["logp_diff_max"] < 1e-3
 

@@ -8,7 +8,7 @@ demo: .venv
 	$(BIN)/python ttrl.py
 
 test: .venv lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 # Formulas and one real step of every script against its paper's objective: what a fork should keep green.
 quick: .venv

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import common
+import engine.policy
 from engine.base import Rollout
 from engine.policy import Policy
 
@@ -155,6 +156,9 @@ WATCHED_OF = dict(
                     lambda_s=0.6))
 
 
+can_pack = functools.cache(engine.policy.can_pack)  # is tried once per model and length, not for every run
+
+
 class FakeEmbedder:
     """Unit vectors [3] that depend on the text and on the embedder's name, for EVOL-RL."""
 
@@ -228,7 +232,8 @@ class Watched:
         if self.script == "dynamic_rl":
             instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
         cpu = mock.patch("engine.run.start_processes", return_value=(torch.device("cpu"), 0, 1))
-        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
+        quicker = mock.patch("engine.policy.can_pack", can_pack)
+        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, quicker, instead, \
                 mock.patch.object(sys, "argv", [f"{self.script}.py"]):
             self.metrics = run_toy(self.module, self.out, **self.flags)
         return self

@@ -295,10 +295,10 @@ def follows_the_paper(seen) -> None:
         if seen.script == "restrain":
             whole, weights = restrain_targets(seen, group)
             rewards = [sum(weight * a for weight, a in target.parts) for target in whole]
-            if weights and any(rewards):
-                assert {name_of[c]: w for c, w in group.label.items()} == pytest.approx(weights, abs=1e-6)
-            elif weights is None:
+            if weights is None:
                 assert group.label is None
+            else:
+                assert {name_of[c]: w for c, w in group.label.items()} == pytest.approx(weights, abs=1e-6)
         else:
             rewards, label, negatives = REWARDS[seen.script](seen, group)
             if seen.script == "dynamic_rl" and not seen.args.dataset and not written_questions(seen)[k].kept:

@@ -27,6 +27,7 @@ from engine.base import seed_of
 from engine.policy import MicroBatch
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
+ONE_MINIBATCH = dict(num_minibatches=1, loss_aggregation="token-mean", kl_coef=0.0)
 
 
 # ------------------------------------------------- the gradient --------------------------------------------
@@ -47,7 +48,7 @@ def test_gradient_is_the_printed_objectives(script, watch):
 @each_script
 def test_one_minibatch_token_mean_no_reference(script, watch):
     """One minibatch: its own log-probs are the old ones. KL 0: no reference. Mean over all tokens."""
-    seen = watch(script, **PLAIN_STEP)
+    seen = watch(script, **ONE_MINIBATCH)
     scored = ["old_logp"] if script in ("scrl", "ettrl") else []  # their rewards need entropies
     assert [call for call in seen.calls if call.endswith("logp")] == scored
     assert seen.run.reference is None and seen.metrics[-1]["kl"] == 0 and len(seen.updates) == 1
@@ -57,11 +58,8 @@ def test_one_minibatch_token_mean_no_reference(script, watch):
         assert response.old_logp.tolist() == pytest.approx(old[id(response)], abs=1e-4)
 
 
-PLAIN_STEP = dict(num_minibatches=1, loss_aggregation="token-mean", kl_coef=0.0)
-
-
 @each_script
-@pytest.mark.parametrize("flags", [{}, PLAIN_STEP], ids=["seq-mean", "token-mean"])
+@pytest.mark.parametrize("flags", [{}, ONE_MINIBATCH], ids=["seq-mean", "token-mean"])
 def test_rank_of_two_with_nothing_left(script, flags, watch):
     """A filler (a response computed once more so that ranks agree) counts for nothing, and the loss is
     doubled, because FSDP averages over two ranks."""
@@ -92,8 +90,8 @@ def test_plain_is_the_same_step(script, watch):
     engine, plain = watch(script), watch(script, plain=True)
     assert type(plain.run.sampler).__name__ == "PlainSampler" and not plain.run.policy.packed
     assert [s.tokens for s in plain.samples] == [s.tokens for s in engine.samples]
-    for ours, theirs in zip(engine.updates, plain.updates, strict=True):
-        assert relative_error(ours.clipped, theirs.clipped) < 1e-3
+    first, second = (relative_error(a.clipped, b.clipped) for a, b in zip(engine.updates, plain.updates))
+    assert first < 1e-4 and second < 1e-3  # Adam turns rounding of tiny gradients into steps
     ours, theirs = untimed(engine.metrics)[-1], untimed(plain.metrics)[-1]
     assert ours.pop("logp_diff_max") < 1e-3 and theirs.pop("logp_diff_max") < 1e-3
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -265,10 +263,10 @@ def test_a_sampler_with_other_weights_stops_the_run(script, watch):
 
 
 def test_a_sampler_with_other_weights_and_a_single_minibatch(watch):
-    seen = watch.prepare("ttrl", meddle=stale(1.02), **PLAIN_STEP)
+    seen = watch.prepare("ttrl", meddle=stale(1.02), **ONE_MINIBATCH)
     with pytest.raises(UserError, match="the sampler does not run the current policy"):
         seen.main()
-    seen = watch("ttrl", meddle=stale(1.02), max_logp_diff=100.0, **PLAIN_STEP)
+    seen = watch("ttrl", meddle=stale(1.02), max_logp_diff=100.0, **ONE_MINIBATCH)
     assert seen.metrics[-1]["logp_diff_max"] > 1e-3
 
 
@@ -281,7 +279,7 @@ def test_unanimous_prompts_teach_nothing(script, watch):
     if script == "restrain":
         options["kappa"] = 0  # or the prompt without answers is penalised
     if script == "scrl":
-        options["null_reward"] = -0.1  # six of them have not quite this mean in float32
+        options["null_reward"] = -1.3  # six of them have not quite this mean in float32
     same = {0: "gggggggg", 1: "aaaaaaaa", 2: "--------", 3: "bbbbbbbb", 4: "gggggggg"}
     seen = watch(script, answers=same, **options)
     assert all(response.advantage == 0 for response in seen.updates[0].train)
@@ -634,6 +632,7 @@ def a_smaller_penalty(base, run):
 
 @effect("restrain", prompt_weighting="online")
 @effect("restrain", prompt_weighting="none")
+@effect("restrain", prompt_sigma=0.0)
 @effect("restrain", prompt_sigma=0.25)
 @effect("restrain", prompt_sigma=math.inf)
 def how_much_a_prompt_counts(base, run):
@@ -642,9 +641,8 @@ def how_much_a_prompt_counts(base, run):
     online = [math.exp(-2 * (votes / 8 - 1) ** 2) for votes in (4, 3, 2, 7, 8)]
     assert prompt_weights(base) == pytest.approx(offline)
     expected = dict(online=online, none=[1.0] * 5).get(run.args.prompt_weighting)
-    if run.args.prompt_sigma != 0.5:
-        expected = [1.0] * 5 if run.args.prompt_sigma == math.inf else [weight ** 4 for weight in offline]
-    assert prompt_weights(run) == pytest.approx(expected)
+    of_sigma = {0.0: [0, 0, 0, 1, 0], 0.25: [weight ** 4 for weight in offline], math.inf: [1.0] * 5}
+    assert prompt_weights(run) == pytest.approx(of_sigma.get(run.args.prompt_sigma, expected))
     assert run.calls.count("generate") == (1 if run.args.prompt_weighting in ("online", "none") else 2)
     assert advantages(base) == advantages(run)
 

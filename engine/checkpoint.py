@@ -1,4 +1,6 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, synced, checksummed, renamed."""
+"""Checkpoints that survive kill -9 and a full disk: written to one side, synced, checksummed, renamed.
+
+They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from engine.base import UserError, distributed, gather, rank_and_ranks, sync_folder, write_atomically
 
@@ -24,17 +28,23 @@ def newest(run_folder: Path) -> str:
     return str(next(iter(complete(run_folder)), "none"))
 
 
-def state_of(policy, optimizer) -> dict:
-    """Weights and optimizer state by parameter name, so that another number of ranks can load them."""
-    model, optimizer = get_state_dict(policy.model, optimizer)
-    return dict(model=model, optimizer=optimizer)
+def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
+    ranks can load them. Not copies: loading into them is loading."""
+    get_optimizer_state_dict(policy.model, optimizer)  # makes the optimizer's state if it has none yet
+    tensors = {}
+    for name, parameter in policy.model.named_parameters():
+        tensors[name] = parameter
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"{name}.{kind}"] = value
+    return tensors
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -> None:
     """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
 
     Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
-    rank, _ = rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
     partial = final.with_suffix(".partial")
 
@@ -44,7 +54,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -
         try:
             result = work()
         except (Exception, CheckpointException) as e:  # full disk, lost mount
-            error = reason_of(e, run_folder)
+            free = shutil.disk_usage(run_folder).free >> 20
+            error = f"{reason_of(e)}; {free} MiB are free on this disk"
         results = gather((result, error))
         if errors := [error for _, error in results if error]:
             if rank == 0:
@@ -60,7 +71,12 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -
 
     def write() -> dict[str, str]:
         """The checksums of the files that this rank wrote."""
-        dcp.save(state_of(policy, optimizer), checkpoint_id=partial, no_dist=not distributed())
+        tensors, files, size = tensors_of(policy, optimizer), {}, 0
+        for name, tensor in tensors.items():  # a file, which is put together in host memory, takes 1 GiB
+            files[name] = 1 + (size // ranks >> 30)
+            size += tensor.nbytes
+        writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
         return {f.name: checksum(f) for f in partial.iterdir() if writer_of(f.name) == rank}
 
     def publish() -> None:
@@ -80,16 +96,15 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -
 
 
 def writer_of(name: str) -> int:
-    """The rank that wrote a file of a checkpoint: __RANK_NUMBER.distcp; rank 0 all others."""
-    return int(name.split("_")[2]) if name.startswith("__") else 0
+    """The rank that wrote a file of a checkpoint: shard-RANK+1-model-... .safetensors; rank 0 all others."""
+    return int(name.split("-")[1]) - 1 if name.startswith("shard-") else 0
 
 
-def reason_of(error: BaseException, run_folder: Path) -> str:
+def reason_of(error: BaseException) -> str:
+    """One line: the first of the error, or of the first rank's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    free = shutil.disk_usage(run_folder).free >> 20
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{reason}; {free} MiB are free on this disk"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def restore(run_folder: Path, policy, optimizer, say=print) -> int:
@@ -102,20 +117,19 @@ def restore(run_folder: Path, policy, optimizer, say=print) -> int:
             step = int(state["step"])
             mine = sorted(state["files"].items())[rank::ranks]
             wrong = [name for name, stored in mine if checksum(folder / name) != stored]
+            reader = HuggingFaceStorageReader(str(folder))
+            reader.read_metadata()
             error = f"{wrong[0]} is damaged" if wrong else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            error = f"state.json: {type(e).__name__} {e}"
+        except Exception as e:
+            error = f"{type(e).__name__} {reason_of(e)}"
         if error := next((e for e in gather(error) if e), None):
             say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
             continue
-        loaded = state_of(policy, optimizer)
         try:
-            dcp.load(loaded, checkpoint_id=folder, no_dist=not distributed())
-        except (CheckpointException, ValueError) as e:
-            raise UserError(f"{folder} does not fit --model: it is a checkpoint of another model "
-                            f"({str(e).strip().splitlines()[0]}).") from None
-        set_state_dict(policy.model, optimizer, model_state_dict=loaded["model"],
-                       optim_state_dict=loaded["optimizer"])
+            dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
+        except (Exception, CheckpointException) as e:
+            raise UserError(f"{folder} does not fit --model: it is a checkpoint of another model or version "
+                            f"({reason_of(e)}).") from None
         say(f"Resumed from {folder}")
         return step
     say(f"No usable checkpoint in {run_folder}: starting from step 1.")

@@ -157,8 +157,8 @@ def test_the_final_model_has_the_compute_type(tmp_path):
 
 
 def test_every_rank_checks_its_own_files():
-    names = ["__0_0.distcp", "__11_2.distcp", ".metadata", "state.json"]
-    assert [writer_of(name) for name in names] == [0, 11, 0, 0]
+    names = ["shard-00001-model-00001-of-00002.safetensors", "shard-00012-model-00002-of-00002.safetensors"]
+    assert [writer_of(name) for name in [*names, "state.json"]] == [0, 11, 0]
 
 
 # -------------------------------------------------- before a run -------------------------------------------

@@ -109,6 +109,10 @@ def test_no_answer_at_all():
     assert a_plus.tolist() == [0.0] * 3 and a_minus.tolist() == [0.0] * 3
 
 
+def test_the_penalty_by_default():
+    assert restrain_advantages([0, 1])[1].tolist() == [-1.0, -1.0]  # one vote each: fewer than kappa = 3
+
+
 def test_agreement_of_all_teaches_nothing():
     a_plus, a_minus = restrain_advantages([0] * 4)
     assert a_plus.tolist() == a_minus.tolist() == [0.0] * 4

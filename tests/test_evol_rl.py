@@ -277,7 +277,7 @@ def test_thoughts_are_not_embedded(invalid, expected, tmp_path, monkeypatch):
 
 def test_without_its_parts_it_is_ttrl(tmp_path):
     """Without novelty, wider clip and entropy bonus what remains is the vote of valid answers."""
-    parts = dict(novelty=False, clip_high=0.2, entropy_coef=0.0)
+    parts = dict(novelty=False, embedder="none is loaded", clip_high=0.2, entropy_coef=0.0)
     flags = TINY | dict(steps=2)
     ours = run_toy(evol_rl, tmp_path / "ours", **flags, **parts)
     theirs = run_toy(ttrl, tmp_path / "theirs", **flags)

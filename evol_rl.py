@@ -166,8 +166,8 @@ def spoken(response: Rollout) -> str:
 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    # a wrong one shows before any weights are loaded
-    embedder = Embedder(args.embedder) if args.novelty else None
+    # a wrong one shows before any weights are loaded; --plan does without
+    embedder = Embedder(args.embedder) if args.novelty and not args.plan else None
     run = common.Run(args)
     policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
 

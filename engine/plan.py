@@ -12,12 +12,15 @@ import os
 from dataclasses import dataclass
 
 import torch
+from transformers import AutoConfig
 
 from engine.base import UserError
-from engine.setup import planned_ranks
+from engine.embedder import embedder_path
+from engine.setup import first_line, planned_ranks
 from engine.sizes import (
-    GIB, VLLM_ASLEEP, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
-    kv_bytes_per_token, kv_room, kv_sequences, resident, scoring_moments, shape_of, total, update_moments)
+    GIB, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
+    embedder_bytes, kv_bytes_per_token, kv_room, kv_sequences, resident, sampler_asleep, sampler_awake,
+    scoring_moments, shape_of, total, update_moments)
 
 # What no tensor accounts for: CUDA context 0.5 GiB, NCCL 0.3 to 1, cuBLAS and what FSDP holds for its other
 # streams, about 2 together; and 5% of a GPU for fragmentation, since micro-batches differ in shape.
@@ -32,7 +35,7 @@ GPUS = {  # dense bf16 FLOP/s and bytes/s (data sheets); GIB from which a GPU of
     "B200": (2250e12, 8.0e12, 160), "H200": (989e12, 4.8e12, 120), "H100": (989e12, 3.35e12, 60),
     "L40S": (362e12, 0.86e12, 41), "A100": (312e12, 1.55e12, 36), "RTX 4090": (165e12, 1.0e12, 0)}
 PURPOSES = ("weights, float32", "gradients", "Adam", "reference", "gathered weights", "activations", "logits",
-            "gradients in transit", "vLLM")
+            "gradients in transit", "embedder", "sampler")
 
 
 # ----------------------------------------------------- time -------------------------------------------------
@@ -90,17 +93,22 @@ def update_tokens(o: Options) -> int:
 def phases_of(s: Shape, o: Options) -> dict[str, dict[str, int]]:
     """Bytes per GPU by purpose, at the moment of every phase that takes most. The worst case: micro-batches
     as large as they may be, no prompt shared, all tokens of responses."""
-    share = int(o.gpu_memory * o.gpu_gib * GIB)
+    sampling = {"sampler": sampler_awake(s, o)}
     if not o.train:
-        return {"sampling": {"vLLM": share}}
+        return {"sampling": sampling}
     idle, updating = resident(s, o, gradients=False), resident(s, o, gradients=True)
-    asleep, awake = {"vLLM": VLLM_ASLEEP}, {"vLLM": VLLM_ASLEEP + o.c * s.weights // o.tensor_parallel}
+    asleep = {"sampler": sampler_asleep(s, o)}
     scored, tokens = o.largest_micro_batch(o.prompts_per_batch * o.train_samples), update_tokens(o)
-    return {"sampling": idle | {"vLLM": share},
-            "scoring": idle | max(scoring_moments(s, o, scored, scored), key=total) | asleep,
-            "update": updating | max(update_moments(s, o, tokens, tokens, tokens), key=total) | asleep,
-            # the largest matrix gathered and in vLLM's type, beside vLLM's weights; its KV cache wakes later
-            "sync": idle | {"gathered weights": 2 * o.c * s.head} | awake}
+    phases = {"sampling": idle | sampling}
+    if o.embedding:
+        phases["embedding"] = idle | asleep | {"embedder": embedder_bytes(o.embedding, o)}
+    # the largest matrix gathered and in the sampler's type, beside its weights; vLLM's KV cache wakes later
+    weights = o.c * s.weights // o.tensor_parallel if o.engine == "vllm" else 0  # else they count as asleep
+    syncing = {"gathered weights": 2 * o.c * s.head, "sampler": asleep["sampler"] + weights}
+    return phases | {
+        "scoring": idle | max(scoring_moments(s, o, scored, scored), key=total) | asleep,
+        "update": updating | max(update_moments(s, o, tokens, tokens, tokens), key=total) | asleep,
+        "sync": idle | syncing}
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,8 @@ class Plan:
     @property
     def usable(self) -> int:
         """Bytes of a GPU that phases may take. In an evaluation the overhead is part of vLLM's share."""
-        return int(self.options.gpu_gib * GIB * USABLE_SHARE) - (OVERHEAD if self.options.train else 0)
+        alone = self.options.engine == "vllm" and not self.options.train
+        return int(self.options.gpu_gib * GIB * USABLE_SHARE) - (0 if alone else OVERHEAD)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -125,6 +134,8 @@ class Plan:
     def excess(self) -> int:
         """Bytes beyond the usable ones in all phases, and those the KV cache lacks for one sequence."""
         beyond = [max(0, peak - self.usable) for peak in self.peaks.values()]
+        if self.options.engine != "vllm":
+            return sum(beyond)
         sequence = kv_bytes_per_token(self.shape, self.options) * self.options.full_length
         return sum(beyond) + max(0, sequence - kv_room(self.shape, self.options))
 
@@ -169,7 +180,7 @@ class Plan:
             lines += ["The formulas do not know this architecture: only its parameters are exact."]
         lines += self._other_sizes()
         if self.fits:
-            lines += self._times()
+            lines += self._times() if o.engine == "vllm" else ["time: only that of vLLM is planned"]
         return "\n".join([*lines, self.verdict()])
 
     def _other_sizes(self) -> list[str]:
@@ -182,9 +193,11 @@ class Plan:
                 lines += [f"activations of the largest {what}, {tokens:,} tokens: {sizes}"]
             at_most = (o.keep + 1) * checkpoint_bytes(s) + final_bytes(s, o)  # one is being written
             lines += [f"disk: {gib(checkpoint_bytes(s))} a checkpoint, {gib(at_most)} at most in all"]
+        lines += [f"host memory of a node: {gib(host_bytes(s, o))}"]
+        if o.engine != "vllm":
+            return lines
         cache = f"{kv_sequences(s, o):,} sequences of {o.full_length:,} tokens"
-        return lines + [f"host memory of a node: {gib(host_bytes(s, o))}",
-                        f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
+        return lines + [f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
                         f"({kv_bytes_per_token(s, o):,} bytes a token)"]
 
     def _times(self) -> list[str]:
@@ -247,7 +260,7 @@ def remedies(s: Shape, o: Options):
             yield "offload", offload
             yield "gpu_memory", None
         for parallel in (2, 4, 8):
-            if o.ranks % parallel == 0 and s.heads % parallel == 0:
+            if o.engine == "vllm" and o.ranks % parallel == 0 and s.heads % parallel == 0:
                 yield "tensor_parallel", parallel
                 yield "gpu_memory", None
     for factor in (2, 4, 8, 16):
@@ -265,8 +278,10 @@ def find_advice(s: Shape, o: Options, flags=None) -> dict[str, object]:
     for flag, value in remedies(s, o):
         if flags is not None and flag not in (*flags, "ranks"):
             continue
+        if flag == "gpu_memory" and o.engine != "vllm":
+            continue
         if value is None:  # the largest share, in steps of 0.05, beside what stays while vLLM samples
-            left = best.usable - best.peaks["sampling"] + best.phases["sampling"]["vLLM"]
+            left = best.usable - best.peaks["sampling"] + best.phases["sampling"]["sampler"]
             value = max(0.05, min(0.9, int(20 * left / (o.gpu_gib * GIB)) / 20))
         trial = changed({**changes, flag: value})
         if trial.excess < best.excess:
@@ -290,15 +305,18 @@ def machine(args) -> tuple[int, float, str]:
 
 
 def plan_from_args(args, config, ranks: int, gpu_gib: float, gpu: str = "", train: bool = True,
-                   problems: int = 0) -> Plan:
+                   problems: int = 0, engine: str = "", embedding: Shape | None = None) -> Plan:
     """The plan for a script's arguments; an option they lack keeps its default and is never advised.
 
     ranks: GPUs; gpu_gib: memory of each, in GiB; gpu: its name, for its speed; problems: how many are trained
-    on, for the number of steps if --steps is 0. --micro_tokens 0 becomes the largest tried that fits."""
+    on, for the number of steps if --steps is 0; engine: what samples, empty: what the arguments ask for;
+    embedding: EVOL-RL's embedder. --micro_tokens 0 becomes the largest tried that fits."""
     names = [field.name for field in dataclasses.fields(Options)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     flags = tuple(given)
-    given |= dict(ranks=ranks, gpu_gib=gpu_gib, train=train, gpu=gpu)
+    engine = engine or ("plain" if getattr(args, "plain", False) else getattr(args, "sampler", "vllm"))
+    given |= dict(ranks=ranks, gpu_gib=gpu_gib, train=train, gpu=gpu, embedding=embedding,
+                  engine="vllm" if engine == "auto" else engine)
     if hasattr(args, "responses_per_prompt"):
         given["votes"] = args.responses_per_prompt()
     if not given.get("steps"):
@@ -309,6 +327,17 @@ def plan_from_args(args, config, ranks: int, gpu_gib: float, gpu: str = "", trai
         return plan(config, Options(**given), flags)
     plans = [plan(config, Options(**given | dict(micro_tokens=tokens)), flags) for tokens in MICRO_TOKENS]
     return next((made for made in plans if made.fits), plans[0])
+
+
+def embedder_of(args) -> Shape | None:
+    """Sizes of EVOL-RL's embedder; None if there is none, or if its config cannot be read, which is said."""
+    if not getattr(args, "novelty", False):
+        return None
+    try:
+        return shape_of(AutoConfig.from_pretrained(embedder_path(args.embedder)))
+    except Exception as error:  # a plan is no reason to stop; a run stops at Embedder
+        print(f"The plan is without the embedder {args.embedder}: {first_line(error)}", flush=True)
+        return None
 
 
 # --------------------------------------------------- on a CPU -----------------------------------------------

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import fast
-from engine.base import Rollout, UserError, distributed, gather, rank_and_ranks, write_atomically
+from engine.base import (
+    Rollout, UserError, distributed, gather, gib_taken, rank_and_ranks, write_atomically)
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -142,7 +143,7 @@ class Policy:
                  max_length: int = 0, trust_remote_code: bool = False, offload: bool = False):
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
-        self.synced = 0  # bytes given to the sampler since the log took them
+        self.synced, self.sync_peak = 0, 0.0  # bytes sent to the sampler, GiB taken then; the log resets them
         self.packed = not plain and can_pack(model, max_length, trust_remote_code)
         if not plain and not self.packed and trainable and self.rank == 0:
             print(f"The architecture of {model} cannot be packed: micro-batches are padded rows.", flush=True)
@@ -255,6 +256,8 @@ class Policy:
             tensor = parameter.detach().to(self.device, dtype)
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
             self.synced += tensor.nbytes
+            if self.device.type == "cuda":  # vLLM's KV cache sleeps until all have been sent
+                self.sync_peak = max(self.sync_peak, gib_taken())
             yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:

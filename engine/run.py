@@ -14,12 +14,12 @@ import torch
 
 from engine import checkpoint
 from engine.answers import grading_budget
-from engine.base import Rollout, UserError, gather
+from engine.base import Rollout, UserError, gather, gib_taken
 from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
 from engine.options import DOING
 from engine.runfolder import RunFolder
-from engine.plan import GIB, OVERHEAD, cpu_sentence, machine, plan_from_args
+from engine.plan import GIB, OVERHEAD, cpu_sentence, embedder_of, machine, plan_from_args
 from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
 
@@ -65,24 +65,23 @@ class Plumbing:
         args, problems = self.args, 0
         for name in [self.args.dataset] if self.trains else self.args.eval.split(","):
             problems += known_size(name.strip(), args.question_field, args.answer_field)
-        plan = plan_from_args(args, self.config, *machine(args), self.trains, problems)
+        plan = plan_from_args(args, self.config, *machine(args), self.trains, problems,
+                              embedding=embedder_of(args))
         if int(os.environ.get("RANK", 0)) == 0:
-            print(plan.table())
-            if args.plain or args.sampler == "hf":
-                print("This is the plan of a run with vLLM; none is made for --sampler hf and --plain.")
-            sys.stdout.flush()
+            print(plan.table(), flush=True)
         sys.exit(0 if plan.fits else 1)
 
     def _check_plan(self) -> None:
         """Before weights are loaded on a GPU: raises UserError if they would not fit, with what would.
 
-        Sets --micro_tokens if the plan is to choose it. Sampling without vLLM is not planned."""
+        Sets --micro_tokens if the plan is to choose it."""
         args, self.plan = self.args, None
         if args.offload != "none" and self.device.type == "cpu":
             raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
-        if self.device.type == "cuda" and self.engine == "vllm":
+        if self.device.type == "cuda":
             problems = len(self.problems) if self.trains else sum(map(len, self.benchmarks.values()))
-            self.plan = plan_from_args(args, self.config, *machine(args), self.trains, problems)
+            self.plan = plan_from_args(args, self.config, *machine(args), self.trains, problems, self.engine,
+                                       embedder_of(args))
             self.plan.check()
         args.micro_tokens = self.plan.options.micro_tokens if self.plan else args.micro_tokens or 16384
 
@@ -174,7 +173,7 @@ class Plumbing:
         self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
         self.logp_diff, self.tokens, self.measured = {}, Counter(), {}
         if step:
-            self.policy.synced = 0
+            self.policy.synced, self.policy.sync_peak = 0, 0.0
 
     def announce(self, what: str, sentence: str) -> None:
         """A line for what takes minutes on a GPU and is silent."""
@@ -197,8 +196,7 @@ class Plumbing:
     def measure(self, phase: str) -> None:
         """Log what is taken of the GPU at the end of a phase of the plan; torch keeps what it once took."""
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            self.measured[phase] = max((total - free) / GIB, self.measured.get(phase, 0.0))
+            self.measured[phase] = max(gib_taken(), self.measured.get(phase, 0.0))
 
     def finish(self) -> None:
         """Final model, the first and last evaluation side by side, where the time went, curves."""
@@ -273,6 +271,8 @@ class Plumbing:
         for name, count in self.tokens.items():
             metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
         metrics["sync_gib"] = self.policy.synced / GIB
+        if self.policy.sync_peak:
+            self.measured["sync"] = self.policy.sync_peak
         for phase, taken in self.measured.items():
             metrics[f"measured_gib/{phase}"] = taken
             if self.plan:

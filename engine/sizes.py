@@ -4,8 +4,8 @@ They cover dense decoders of the Llama and Qwen kind (grouped KV heads, SwiGLU, 
 under FSDP2, as engine/policy.py and engine/fast.py run them; of other architectures only the parameters are
 counted, the rest is an estimate. Sizes are bytes per GPU unless said otherwise; c is the size of a number in
 the compute type. tests/test_plan.py holds `resident`, `scoring_moments` and `update_moments` to a simulation;
-not simulated, so estimates: --offload, the constants below, and all of vLLM. Attention is counted with padded
-rows, of which CUDA's variable-length kernel needs none. --plain and --sampler hf are not covered."""
+not simulated, so estimates: --offload, the constants below, all samplers, the embedder. Attention is counted
+with padded rows, of which CUDA's variable-length kernel needs none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ class Options:
     gpu: str = ""
     """Name of the GPU, for its speed; empty: guessed from its memory."""
     train: bool = True
-    """False: an evaluation, in which vLLM is alone."""
+    """False: an evaluation, in which the sampler is alone."""
+    engine: str = "vllm"
+    """What samples: vllm, hf, or plain, whose updates have full logits as well."""
+    embedding: Shape | None = None
+    """EVOL-RL's embedder."""
 
     @property
     def c(self) -> int:
@@ -166,8 +170,9 @@ def scoring_moments(s: Shape, o: Options, tokens: int, responses: int) -> list[d
     first = {"gathered weights": twice * c * (s.root + s.layer), "activations": stream}
     layer = {"gathered weights": c * s.root + twice * c * s.layer,
              "activations": 3 * c * s.inner * tokens + 4 * stream}
+    logits = 4 * 4 * responses * s.vocabulary if o.engine == "plain" else 2 * 4 * chunk
     head = {"gathered weights": c * s.root + (twice - 1) * c * s.layer,
-            "activations": c * s.hidden * responses, "logits": 2 * 4 * chunk}
+            "activations": c * s.hidden * responses, "logits": logits}
     return [first, layer, head]
 
 
@@ -184,6 +189,8 @@ def update_moments(s: Shape, o: Options, tokens: int, padded: int, responses: in
     head = {"gathered weights": c * s.root + (twice - 1) * c * s.layer,
             "activations": kept + (4 + c) * s.hidden * tokens + 2 * c * s.hidden * responses,
             "logits": of_chunk, "gradients in transit": 4 * s.head}
+    if o.engine == "plain":  # log-probs, their exponentials, four gradients as large; the head's comes later
+        head |= {"logits": 6 * 4 * responses * s.vocabulary, "gradients in transit": 0}
     # Layer: all of it, if recomputed; three gradients as wide as the MLP when its product is gone, two of the
     # stream. Gradients in c: the head's, one matrix of this layer; float32: those of the layer before.
     inside = (one if o.recompute else 0) - stream + 2 * c * s.inner * tokens + 2 * stream
@@ -198,7 +205,30 @@ def total(parts: dict[str, int]) -> int:
     return sum(parts.values())
 
 
-# ------------------------------------- vLLM, disk, host memory (not simulated) ------------------------------
+# ------------------------------- samplers, embedder, disk, host memory (not simulated) ----------------------
+def sampler_awake(s: Shape, o: Options) -> int:
+    """vLLM: its share of the GPU. Without it: weights, keys and values of all rows (those of a prompt once;
+    plain: in every row), and about 40 bytes a logit to draw from."""
+    if o.engine == "vllm":
+        return int(o.gpu_memory * o.gpu_gib * GIB)
+    most = 512 if o.engine == "plain" else max(o.votes, min(1024, 2 ** 26 // s.vocabulary))
+    rows = min(most, o.votes * -(-o.prompts_per_batch // o.ranks))
+    prompts = rows if o.engine == "plain" else -(-rows // o.votes)
+    tokens = rows * o.max_new_tokens + prompts * o.max_prompt_tokens
+    return o.c * s.weights + kv_bytes_per_token(s, o) * tokens + 40 * rows * s.vocabulary
+
+
+def sampler_asleep(s: Shape, o: Options) -> int:
+    """While others work. The samplers without vLLM keep their weights."""
+    return VLLM_ASLEEP if o.engine == "vllm" else o.c * s.weights
+
+
+def embedder_bytes(e: Shape, o: Options) -> int:
+    """Its weights, and a layer of eight responses of full length: MLP, four streams, attention's mask."""
+    tokens = 8 * o.max_new_tokens
+    return 2 * e.weights + 2 * tokens * (3 * e.inner + 4 * e.hidden) + 3 * tokens * o.max_new_tokens
+
+
 def kv_bytes_per_token(s: Shape, o: Options) -> int:
     """Keys and values of one token in all layers, of the heads that one GPU of an engine holds."""
     return 2 * s.layers * max(1, s.kv_heads // o.tensor_parallel) * s.head_size * o.c
@@ -228,7 +258,7 @@ def host_bytes(s: Shape, o: Options) -> int:
     """Of a node (8 ranks at most): the bf16 file, mapped once for all ranks, who read it group by group;
     processes; rank 0's copy of the final model while it is saved; and what is offloaded."""
     node = min(o.ranks, 8)
-    memory = 2 * s.weights + node * PROCESS
+    memory = 2 * s.weights + node * PROCESS + (2 * o.embedding.weights if o.embedding else 0)
     if o.train:
         memory += final_bytes(s, o)
         memory += 16 * s.weights * node // o.ranks if o.offload == "optimizer" else 0

@@ -57,6 +57,8 @@ def test_all_layers():
     ("qwen2.5-math-1.5b", 1, dict(rows=1, row_tokens=600), dict()),
     ("qwen3-4b", 8, dict(entropy=True), dict(entropy_coef=0.01)),
     ("qwen2.5-math-7b", 8, dict(reference=False), dict(kl_coef=0.0)),
+    ("llama-3.1-8b", 8, dict(rows=4, row_tokens=1024, plain=True, entropy=True), dict(engine="plain")),
+    ("qwen2.5-math-1.5b", 1, dict(rows=1, row_tokens=4096, plain=True, entropy=True), dict(engine="plain")),
 ])
 def test_other_micro_batches(shape, ranks, micro, options):
     config = config_of(shape, layers=4)
@@ -208,6 +210,40 @@ def test_table():
 def test_an_evaluation_has_no_policy():
     made = plan(config_of("qwen3-4b"), Options(ranks=8, train=False))
     assert list(made.phases) == ["sampling"] and made.fits and "Adam" not in made.table()
+
+
+def test_the_embedder_has_a_phase_of_its_own():
+    """By hand: 2 bytes a weight; 8 x 12,288 tokens, of a layer 3 x 9,728 and 4 x 2,560 numbers of 2 bytes; a
+    mask of 8 x 12,288 x 12,288, once as bool and once in bfloat16."""
+    e = shape_of(config_of("qwen3-4b"))
+    options = Options(ranks=8, max_new_tokens=12288, embedding=e)
+    made = plan(config_of("qwen3-4b"), options)
+    assert list(made.phases) == ["sampling", "embedding", "scoring", "update", "sync"] and made.fits
+    by_hand = 2 * 4_022_468_096 + 98_304 * 2 * (29_184 + 10_240) + 3 * 8 * 12_288 ** 2
+    assert made.phases["embedding"]["embedder"] == by_hand == pytest.approx(18.1 * GIB, rel=0.01)
+    without = made.phases["scoring"]
+    assert made.peaks["embedding"] == by_hand + without["Adam"] * 2 + without["reference"] - without[
+        "weights, float32"] + GIB
+    assert "embedder " in made.table()
+    assert host_bytes(e, options) - host_bytes(e, Options(ranks=8)) == 2 * e.weights
+
+
+@pytest.mark.parametrize("engine,rows,prompts", [("hf", 441, 7), ("plain", 512, 512)])
+def test_sampling_without_vllm(engine, rows, prompts):
+    """Its weights stay, so that the update has less; no --gpu_memory can help."""
+    s = shape_of(config_of("qwen2.5-math-1.5b"))
+    options = Options(engine=engine, gpu_gib=80, gpu_memory=0.1, votes=63 if engine == "hf" else 64)
+    tokens = rows * 3072 + prompts * 1024
+    expected = 2 * s.weights + 28_672 * tokens + 40 * rows * 151_936
+    made = plan(config_of("qwen2.5-math-1.5b"), options)
+    assert made.phases["sampling"]["sampler"] == expected
+    assert made.phases["update"]["sampler"] == made.phases["sync"]["sampler"] == 2 * s.weights
+    assert "vLLM:" not in made.table() and made.excess == sum(max(0, p - made.usable) for p in
+                                                              made.peaks.values())
+    small = plan(config_of("qwen2.5-math-1.5b"), Options(engine=engine, gpu_gib=24))
+    assert not small.advice.keys() & {"gpu_memory", "tensor_parallel"}
+    alone = plan(config_of("qwen2.5-math-1.5b"), Options(engine=engine, train=False, prompts_per_batch=500))
+    assert list(alone.phases) == ["sampling"] and "time: only that of vLLM" in alone.table()
 
 
 def test_an_unknown_architecture_is_an_estimate_and_says_so():

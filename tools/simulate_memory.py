@@ -177,7 +177,7 @@ def fake_ranks(ranks: int):
             dist.destroy_process_group()
 
 
-def build(config, trainable: bool = True, checkpointing: bool = False) -> policy.Policy:
+def build(config, trainable: bool = True, checkpointing: bool = False, plain: bool = False) -> policy.Policy:
     """The project's Policy, bfloat16 compute, with a model made of the config instead of read from a folder.
 
     In its final type at once: assigning to parameter.data does not change a fake tensor's type."""
@@ -190,12 +190,13 @@ def build(config, trainable: bool = True, checkpointing: bool = False) -> policy
 
     with (mock.patch.object(policy, "load_model", load),
           mock.patch.object(policy, "can_pack", return_value=True)):
-        return policy.Policy("fake", torch.device("cpu"), torch.bfloat16, trainable, checkpointing)
+        return policy.Policy("fake", torch.device("cpu"), torch.bfloat16, trainable, checkpointing,
+                             plain=plain)
 
 
 def simulate(config, ranks: int = 1, rows: int = 5, row_tokens: int = 3200, prompt_tokens: int = 150,
              checkpointing: bool = False, reference: bool = True, entropy: bool = False,
-             explain: bool = False) -> Peaks:
+             plain: bool = False, explain: bool = False) -> Peaks:
     """One micro-batch on one of `ranks` ranks: `rows` responses to one prompt, `row_tokens` long with it.
 
     Gradients and moments exist from the start, as in all but the first micro-batch of the first update."""
@@ -204,14 +205,16 @@ def simulate(config, ranks: int = 1, rows: int = 5, row_tokens: int = 3200, prom
     micro = types.SimpleNamespace(rollouts=rollouts)
     tokens = dict(computed=prompt_tokens + rows * (row_tokens - prompt_tokens), padded=rows * row_tokens,
                   responses=rows * len(response))
+    if plain:
+        tokens["computed"] = tokens["padded"]
     gc.collect()
     gc.freeze()  # the collections below need not look at all that torch and transformers have made
     ledger = Ledger(FakeTensorMode(allow_non_fake_inputs=True), explain)
     cuda_chunks = mock.patch.dict(fast.LogProbs.ELEMENTS, cpu=fast.LogProbs.ELEMENTS["cuda"])
     with fake_ranks(ranks), cuda_chunks, counting(ledger):
         ledger.paused = True  # here the model is made on the device; in truth it is read into host memory
-        trained = build(config, checkpointing=checkpointing)
-        frozen = build(config, trainable=False) if reference else None
+        trained = build(config, checkpointing=checkpointing, plain=plain)
+        frozen = build(config, trainable=False, plain=plain) if reference else None
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=True)
         for parameter in trained.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -32,7 +32,7 @@ from engine.answers import answers_equal, equivalence_classes, extract_answer, g
 from engine.base import Request, Rollout, UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
 from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
 from engine.hf_sampler import HFSampler
-from engine.metrics import by_majority, grade, majority, mean, pass_at_k, summary  # noqa: F401
+from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
 from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler

@@ -292,9 +292,10 @@ def reward_questions(questions: list[Question], args: Args) -> dict[str, float]:
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
                 answer_diversity=float(r_da.mean()), filtered=common.mean(not q.kept for q in questions),
                 no_question=common.mean(not q.tokens for q in questions),
-                unanimous=sum(q.p == 1 for q in questions),  # questions with r(q) = m, Figure 3
+                unanimous=sum(q.p == 1 for q in questions),  # questions with r(q) = m
                 unique_answers=len(set(labels) - {None}) / len(questions),  # Figure 6
-                question_length=common.mean(len(q.tokens) for q in questions))
+                question_length=common.mean(len(q.tokens) for q in questions),
+                **common.counts("agreeing", [q.p * args.votes for q in questions], args.votes))  # Figure 3
 
 
 # -------------------------------------------------- the loop ------------------------------------------------

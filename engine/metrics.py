@@ -16,6 +16,12 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
+def counts(name: str, values: list[float], most: int) -> dict[str, int]:
+    """{"name/1": how many of the values are 1, ... up to `most`}, after rounding."""
+    rounded = [round(value) for value in values]
+    return {f"{name}/{i}": rounded.count(i) for i in range(1, most + 1)}
+
+
 def majority(classes: list[int | None]) -> int | None:
     """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
     counts = Counter(c for c in classes if c is not None)
@@ -80,21 +86,22 @@ def right_classes(verdicts: dict) -> set[int]:
     return {c for c, correct in zip(verdicts["classes"], verdicts["correct"]) if correct}
 
 
-def by_majority(graded: list[dict], parts: int = 4) -> dict[str, dict[str, float]]:
-    """How many, pass@1, pass@n, maj@n, of problems by their majority's votes. RESTRAIN Figures 2, 7."""
-    found: dict[str, list[dict]] = {}
+def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:
+    """{votes of the majority: number of problems, their pass@1, pass@n, maj@n}. RESTRAIN Figures 2, 7.
+
+    Those with a gold answer; pass@n: any of the n responses is right, maj@n: the majority is."""
+    found: dict[int, list[dict]] = {}
     for verdicts in graded:
         votes = Counter(c for c in verdicts["classes"] if c is not None)
-        share = max(votes.values(), default=0) / len(verdicts["classes"])
-        part = min(int(share * parts), parts - 1)
-        found.setdefault(f"{100 * part // parts}-{100 * (part + 1) // parts}%", []).append(verdicts)
+        if verdicts["known"]:
+            found.setdefault(max(votes.values(), default=0), []).append(verdicts)
     table = {}
-    for name in sorted(found):
-        row = dict(problems=len(found[name]))
-        row["pass@1"] = mean(mean(verdicts["correct"]) for verdicts in found[name])
-        row["pass@n"] = mean(any(verdicts["correct"]) for verdicts in found[name])
-        row["maj@n"] = mean(verdicts["majority"] for verdicts in found[name])
-        table[name] = row
+    for votes in sorted(found):
+        row = dict(problems=len(found[votes]))
+        row["pass@1"] = mean(mean(verdicts["correct"]) for verdicts in found[votes])
+        row["pass@n"] = mean(any(verdicts["correct"]) for verdicts in found[votes])
+        row["maj@n"] = mean(verdicts["majority"] for verdicts in found[votes])
+        table[votes] = row
     return table
 
 

@@ -302,7 +302,7 @@ def general(name: str) -> str:
     """eval/aime24/pass@8 -> eval/NAME/pass@k; pass@1 and the mean over the benchmarks stay."""
     name = re.sub(r"^eval/(?!mean/).*/", "eval/NAME/", name)
     name = re.sub(r"(?<=[shj]@)(?!1$)\w+$", "k", name)
-    return re.sub(r"^(seconds|tokens_per_second|measured_gib|planned_gib)/\w+$", r"\1/*", name)
+    return re.sub(r"^(seconds|tokens_per_second|measured_gib|planned_gib|agreeing)/\w+$", r"\1/*", name)
 
 
 def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
@@ -320,7 +320,8 @@ def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
 
 def read_names(cell: str, known: set[str]) -> tuple[list[str], list[str]]:
     """(metrics that a `read` cell names, what looks like one and is none)."""
-    looks = r"eval/[\w.]+/[\w@]+|(?:seconds|tokens_per_second)/\w+|(?:pass|maj)@\w+|[a-z]+(?:_[a-z0-9]+)+"
+    looks = (r"eval/[\w.]+/[\w@]+|(?:seconds|tokens_per_second|agreeing)/\w+|(?:pass|maj)@\w+|"
+             r"[a-z]+(?:_[a-z0-9]+)+")
     names = re.findall(looks, cell)
     names += [span.removeprefix("1 - ") for span in re.findall(r"`([^`]+)`", cell) if "/" not in span]
     short = {name.rpartition("/")[2] for name in known}

@@ -95,7 +95,8 @@ def test_reward_questions_by_hand():
     # R_da: answers 4, 4, 9, none: 1/2, 1/2, 1, 0
     questions = four_questions()
     metrics = reward_questions(questions, Args(lambda_q=1, lambda_dq=1, lambda_da=1))
-    assert metrics == pytest.approx(dict(
+    agreeing = {f"agreeing/{i}": int(i in (6, 12, 16)) for i in range(1, 17)}  # p times 16 solutions
+    assert metrics == pytest.approx(agreeing | dict(
         question_reward=1 / 4, question_diversity=(2 / 3 + 2 / 3 + 1) / 4, answer_diversity=2 / 4,
         filtered=0.5, no_question=0.25, unanimous=1, unique_answers=0.5, question_length=1.5))
     # z(R_q): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2: 1.5, -0.5, -0.5, -0.5

@@ -12,7 +12,7 @@ import common
 import evol_rl
 import restrain
 import ttrl
-from common import Problem, Rollout, grade, majority, pass_at_k, summary
+from common import Problem, Rollout, by_majority, counts, grade, majority, pass_at_k, summary
 from engine.metrics import group_metrics, step_metrics
 from engine.runfolder import sample_record
 
@@ -61,6 +61,25 @@ def test_grade_and_summary_by_hand():
     assert row["maj@4"] == 0.5 and row["length"] == 2.5
     assert row["answered"] == 7 / 8 and row["truncated"] == 1 / 8
     assert row["distinct"] == pytest.approx((4 / 4 + 3 / 4) / 2)
+
+
+def test_by_majority_by_hand():
+    """Four responses: 3 votes and right; 2 votes, wrong, but one of the others is right; none; no gold."""
+    def verdicts(classes, right, known=True):
+        correct = [c in right for c in classes]
+        return dict(classes=classes, correct=correct, known=known, majority=majority(classes) in right)
+
+    graded = [verdicts([0, 0, 1, 0], {0}), verdicts([0, 1, None, 0], {1}), verdicts([0, 0, 1, 2], {0}),
+              verdicts([None] * 4, set()), verdicts([0, 0, 0, 0], set(), known=False)]
+    assert by_majority(graded) == {
+        0: {"problems": 1, "pass@1": 0, "pass@n": 0, "maj@n": 0},
+        2: {"problems": 2, "pass@1": (1 / 4 + 2 / 4) / 2, "pass@n": 1, "maj@n": 1 / 2},
+        3: {"problems": 1, "pass@1": 3 / 4, "pass@n": 1, "maj@n": 1}}
+
+
+def test_counts_by_hand():
+    assert counts("agreeing", [0.0, 2.0, 2.9999998, 2.0], 4) == {
+        "agreeing/1": 0, "agreeing/2": 2, "agreeing/3": 1, "agreeing/4": 0}
 
 
 def test_without_a_gold_answer_there_is_no_score():

@@ -41,12 +41,15 @@ class Args:
     preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy"] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
     samples: int | None = None
+    """Responses per problem."""
     temperature: float | None = None
-    """0: greedy."""
+    """Of these responses; 0: greedy, with one of them."""
     top_p: float | None = None
+    """They are drawn from the smallest set of tokens with this probability; 1: from all."""
     top_k: int | None = None
-    """0: off."""
+    """They are drawn from so many of the likeliest tokens; 0: from all."""
     max_new_tokens: int | None = None
+    """Length limit of a response."""
     prompt: Literal["system", "suffix", "plain"] | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template."""
     max_prompt_tokens: int = 1024
@@ -64,12 +67,17 @@ class Args:
     answer_field: str = ""
     """Column of the gold answer; empty: found likewise."""
     seed: int = 1
+    """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
+    """auto: vLLM if it imports, else transformers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on GPU, float32 on CPU."""
     gpu_memory: float = 0.9
+    """Share of each GPU's memory that vLLM may take."""
     tensor_parallel: int = 1
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""
     save_generations: bool = False
     """Write every response with its verdict to generations.jsonl."""
     out: str = ""

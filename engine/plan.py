@@ -45,12 +45,16 @@ def gpu_speed(o: Options) -> tuple[str, float, float]:
     return names[0], *GPUS[names[0]][:2]
 
 
+def wanted_sequences(o: Options) -> int:
+    """That an engine would decode at a time if they had room."""
+    return min(o.prompts_per_batch * o.votes * o.tensor_parallel // o.ranks, MOST_SEQUENCES)
+
+
 def decode_rate(s: Shape, o: Options) -> float:
     """Tokens/s of one engine. A decoding step reads all weights once and, of every sequence, keys and values
     of its prompt and of half its response; or its 2 FLOPs a weight and sequence take longer."""
     _, flops, bandwidth = gpu_speed(o)
-    wanted = o.prompts_per_batch * o.votes * o.tensor_parallel // o.ranks
-    batch = max(1, min(wanted, kv_sequences(s, o), MOST_SEQUENCES))
+    batch = max(1, min(wanted_sequences(o), kv_sequences(s, o)))
     context = o.max_prompt_tokens + o.max_new_tokens / 2
     read = o.c * s.weights / o.tensor_parallel + batch * kv_bytes_per_token(s, o) * context
     compute = 2 * s.weights * batch / o.tensor_parallel
@@ -159,6 +163,11 @@ class Plan:
             remedy += f" and {gib(host_bytes(self.shape, self.advised()))} GiB of host memory a node"
         return f"This run does not fit: {problem}; {remedy}."
 
+    def largest_share(self) -> float:
+        """--gpu_memory, in steps of 0.05, that leaves room for what stays on the GPU while vLLM samples."""
+        left = self.usable - self.peaks["sampling"] + self.phases["sampling"]["sampler"]
+        return max(0.05, min(0.9, int(20 * left / (self.options.gpu_gib * GIB)) / 20))
+
     def advised(self) -> Options:
         return dataclasses.replace(self.options, **self.advice)
 
@@ -197,8 +206,13 @@ class Plan:
         if o.engine != "vllm":
             return lines
         cache = f"{kv_sequences(s, o):,} sequences of {o.full_length:,} tokens"
-        return lines + [f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
-                        f"({kv_bytes_per_token(s, o):,} bytes a token)"]
+        lines += [f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
+                  f"({kv_bytes_per_token(s, o):,} bytes a token)"]
+        more = dataclasses.replace(o, gpu_memory=self.largest_share())
+        if self.fits and more.gpu_memory > o.gpu_memory and kv_sequences(s, o) < wanted_sequences(o):
+            lines += [f"  faster with --gpu_memory {more.gpu_memory:g}, which fits as well: room for "
+                      f"{kv_sequences(s, more)} of the {wanted_sequences(o)} that are asked for at a time"]
+        return lines
 
     def _times(self) -> list[str]:
         s, o = self.shape, self.options
@@ -280,9 +294,8 @@ def find_advice(s: Shape, o: Options, flags=None) -> dict[str, object]:
             continue
         if flag == "gpu_memory" and o.engine != "vllm":
             continue
-        if value is None:  # the largest share, in steps of 0.05, beside what stays while vLLM samples
-            left = best.usable - best.peaks["sampling"] + best.phases["sampling"]["sampler"]
-            value = max(0.05, min(0.9, int(20 * left / (o.gpu_gib * GIB)) / 20))
+        if value is None:
+            value = best.largest_share()
         trial = changed({**changes, flag: value})
         if trial.excess < best.excess:
             changes[flag], best = value, trial

@@ -262,6 +262,17 @@ def test_a_broken_vllm_is_never_replaced_without_a_word(monkeypatch):
     assert setup.has_vllm() is False
 
 
+def test_a_driver_that_is_too_old_is_said_instead_of_running_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia" or exists(path))
+    with pytest.raises(UserError, match="the driver is probably too old for this torch .CUDA 13.0."):
+        setup.start_processes()
+    monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/driver/nvidia" and exists(path))
+    assert setup.start_processes() == (torch.device("cpu"), 0, 1)
+
+
 def test_memory_that_ran_out_is_one_sentence(monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of ...")
     monkeypatch.setattr(options, "DOING", ["update"])

@@ -3,6 +3,7 @@
 The simulation runs engine/policy.py itself on fake tensors (tools/simulate_memory.py), with few layers and
 extrapolated, and once with all of them."""
 
+import dataclasses
 import random
 import types
 
@@ -197,6 +198,18 @@ def test_a_share_too_small_for_one_sequence():
 def test_bad_input_is_one_sentence(options, sentence):
     with pytest.raises(UserError, match=sentence):
         plan(config_of("qwen2.5-math-7b"), Options(**options))
+
+
+def test_a_larger_share_for_vllm_is_named_if_sequences_wait():
+    """Qwen3-8B at 12,288 tokens: 64 responses a GPU; 13.3 GiB stay, so that 0.75 of 79.2 fit, but not 0.8."""
+    options = Options(ranks=8, gpu_gib=79.2, max_new_tokens=12288)
+    made = plan(config_of("qwen3-8b"), options)
+    assert "KV cache of 11 sequences" in made.table()
+    assert "--gpu_memory 0.75, which fits as well: room for 22 of the 64 that are asked for" in made.table()
+    more = plan(config_of("qwen3-8b"), dataclasses.replace(options, gpu_memory=0.75))
+    assert more.fits and "faster" not in more.table()
+    assert not plan(config_of("qwen3-8b"), dataclasses.replace(options, gpu_memory=0.8)).fits
+    assert "faster" not in plan(config_of("qwen2.5-math-1.5b"), Options(ranks=8)).table()  # all have room
 
 
 def test_table():

@@ -233,11 +233,15 @@ def test_batches_and_the_share_of_evaluation(page):
             check_cost(where, run)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_commands_of_the_docstrings(name, capsys, monkeypatch):
+def commands_of_docstring(name: str) -> list[str]:
     docstring = importlib.import_module(name).__doc__.replace("\\\n", " ")
     lines = [line.strip() for line in docstring.splitlines()]
-    commands = [line for line in lines if line.startswith(("python ", "torchrun "))]
+    return [line for line in lines if line.startswith(("python ", "torchrun "))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_commands_of_the_docstrings(name, capsys, monkeypatch):
+    commands = commands_of_docstring(name)
     assert len(commands) >= 2
     for command in commands:
         run = check(f"{name}'s docstring", command, capsys, monkeypatch)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_docs import PAGES, commands_of, understand
+from test_docs import MODULES, PAGES, commands_of, commands_of_docstring, understand
 
 import common
 import evol_rl
@@ -159,6 +159,13 @@ def test_commands_of_the_pages_fit_into_90_percent_of_their_gpus(page, capsys):
     for where, command in [*free, *((row.where, row.command) for row in rows if row.command)]:
         plan = plan_of(command, 0.9 * gibs.get(command, 80.0))
         assert plan is None or plan.fits, f"{where}: {plan.verdict()}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_commands_of_the_docstrings_fit_into_90_percent_of_80_gb(name):
+    for command in commands_of_docstring(name):
+        plan = plan_of(command, 0.9 * 80)
+        assert plan is None or plan.fits, f"{command}: {plan.verdict()}"
 
 
 def widest_plans() -> dict[tuple[str, str], list]:

@@ -57,11 +57,7 @@ class Watch(threading.Thread):
 
 
 def together(seen_by_rank: list[list[tuple[float, int]]]) -> int:
-    """The most bytes that the ranks held at one time; each counts with what it held last.
-
-    >>> together([[(0.0, 1), (2.0, 5), (4.0, 1)], [(1.0, 2), (3.0, 4), (5.0, 9)]])
-    10
-    """
+    """The most bytes that the ranks held at one time; each counts with what it held last."""
     held, most = [0] * len(seen_by_rank), 0
     events = [(moment, rank, size) for rank, seen in enumerate(seen_by_rank) for moment, size in seen]
     for _, rank, size in sorted(events):

@@ -37,7 +37,7 @@ from engine.options import Between, Count, CountOrZero, Finite, NonNegative, Non
 from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler
 from engine.policy import Policy
-from engine.run import Plumbing
+from engine.run import Plumbing, check_answer, check_trained
 from engine.setup import engine_errors, has_vllm
 
 transformers.logging.set_verbosity_error()
@@ -281,8 +281,11 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 class Run(Plumbing):
     """What a script needs around its algorithm. Checks arguments, then data, and only then loads weights."""
 
-    def __init__(self, args: Args, train: bool = True):
-        self.prepare(args, args.model or TOY_MODEL, train)
+    def __init__(self, args: Args, train: bool = True, same_answer=None, read_answer=None):
+        """Another task than mathematics: same_answer (see Problem), used by votes, metrics and evaluation;
+        read_answer(text, problem) -> the answer in a response, or None. Both the same on every rank."""
+        self.read_answer = read_answer
+        self.prepare(args, args.model or TOY_MODEL, train, same_answer)
         self.policy = self.reference = self.optimizer = None
         if train:
             self.announce("loading", f"Reading the weights of {self.model_path}")
@@ -311,10 +314,12 @@ class Run(Plumbing):
         return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
 
     # -- the loop's verbs ------------------------------------------------------------------------------------
-    def next_prompts(self) -> list[Problem]:
-        """This step's problems: shuffled anew each epoch, the incomplete last batch dropped, none twice."""
+    def next_prompts(self, batch: int | None = None) -> list[Problem]:
+        """This step's problems: shuffled anew each epoch, the incomplete last batch dropped, none twice.
+
+        batch: another one than the step's, counted from 1 without an end (dynamic sampling)."""
         size, n = self.args.prompts_per_batch, len(self.problems)
-        epoch, position = divmod(self.step - 1, n // size)
+        epoch, position = divmod((batch or self.step) - 1, n // size)
         order = random.Random(seed_of(self.args.seed, "order", epoch)).sample(range(n), n)
         return [self.problems[i] for i in order[position * size:(position + 1) * size]]
 
@@ -349,6 +354,8 @@ class Run(Plumbing):
         texts = self.tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
         for response, text in zip(responses, texts):
             response.text, response.answer = text, extract_answer(text, choices=problem.choices)
+            if self.read_answer:
+                response.answer = check_answer(self.read_answer(text, problem))
 
     def decode_ids(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -362,6 +369,7 @@ class Run(Plumbing):
 
     def minibatches(self, train: list[Rollout]) -> list[list[Rollout]]:
         """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt."""
+        check_trained(train)
         self.trained += train
         n = min(self.args.num_minibatches, len(train))
         if self.args.minibatches == "by_prompt":  # the prompts are in random order already
@@ -384,7 +392,8 @@ class Run(Plumbing):
         Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run: in float32 if
         any token differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above
         0.05 it warns)."""
-        differences = [(r.old_logp - r.logprobs).abs() for r in responses if r.old_logp is not None]
+        scored = [r for r in responses if r.old_logp is not None]
+        differences = [r.counted((r.old_logp - r.logprobs).abs()) for r in scored]
         difference = torch.cat([torch.zeros(0), *differences])
         difference = difference[torch.isfinite(difference)]
         largest = max(gather(float(difference.max()) if len(difference) else 0.0))
@@ -448,11 +457,11 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
     """[N] the class of each response's answer; equal answers have equal classes, None is no answer.
 
     labels 'gold': 0 if the answer is the gold one, else None, so that the gold answer wins every vote."""
-    classes = equivalence_classes([r.answer for r in responses])
+    classes = problem.classes([r.answer for r in responses])
     if labels == "majority":
         return classes
     right = {None: False}  # one comparison per class of answers
     for c, response in zip(classes, responses):
         if c not in right:
-            right[c] = answers_equal(response.answer, problem.answer)
+            right[c] = problem.is_right(response.answer)
     return [0 if right[c] else None for c in classes]

@@ -325,11 +325,11 @@ def main(args: Args) -> None:
             if questions:
                 rewards_N = judge_question(questions[prompt.id], responses, classes_N, rewards_N)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
             advantages_G = args.lambda_s * group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist()):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
         question_metrics = reward_questions(questions, args) if questions else {}
         written = [question.rollout for question in questions]
         train = written + train
@@ -352,7 +352,7 @@ def main(args: Args) -> None:
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
-            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            minibatch_tokens = sum(response.length for response in minibatch)
             n_questions = sum(response in written for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature

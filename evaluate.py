@@ -97,11 +97,12 @@ class Args:
                            eval_temperature=self.temperature, eval_top_p=self.top_p, eval_top_k=self.top_k)
 
 
-def main(args: Args) -> dict[str, dict[str, float]]:
+def main(args: Args, **task) -> dict[str, dict[str, float]]:
+    """Scores by benchmark. task: same_answer and read_answer of a script of one's own, see common.Run."""
     if not args.benchmarks.replace(",", "").strip():
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     try:
-        run = common.Run(args.run_args(), train=False)
+        run = common.Run(args.run_args(), train=False, **task)
     except common.UserError as error:  # some flags have shorter names here
         sentence = str(error).replace("--eval_", "--").replace("--eval ", "--benchmarks ")
         raise common.UserError(sentence) from None

@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 import common
-from common import Problem, Rollout, Share, answers_equal, majority
+from common import Problem, Rollout, Share, majority
 from engine.embedder import Embedder
 
 
@@ -93,7 +93,7 @@ def valid_classes(problem: Problem, responses: list[Rollout],
     gold = None
     if labels == "gold":
         given = [c for c in dict.fromkeys(classes) if c is not None]
-        right = [c for c in given if answers_equal(responses[classes.index(c)].answer, problem.answer)]
+        right = [c for c in given if problem.is_right(responses[classes.index(c)].answer)]
         gold = right[0] if right else -1
     for i, response in enumerate(responses):
         has_digit = any(s.isdigit() for s in response.answer or "")
@@ -195,11 +195,11 @@ def main(args: Args) -> None:
                 embeddings_N = torch.stack([vectors[spoken(response)] for response in responses])
                 rewards_N = evol_rewards(classes_N, embeddings_N, args.alpha, winner)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, winner)
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist()):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, winner)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
         #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
@@ -217,7 +217,7 @@ def main(args: Args) -> None:
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
-            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:

@@ -200,6 +200,9 @@ def main(args: Args) -> None:
             classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            label = (weighted_labels(classes_N, label_sigma(args))
+                     if majority_count(classes_N) >= args.kappa else None)  # None: penalised
+            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
             online = prompt_weight(majority_count(classes_N), args.votes, args.prompt_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
@@ -207,9 +210,6 @@ def main(args: Args) -> None:
                                        else weight_of.get(prompt.id, online))
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
-            label = (weighted_labels(classes_N, label_sigma(args))
-                     if majority_count(classes_N) >= args.kappa else None)  # None: penalised
-            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
         #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
-            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:

@@ -171,16 +171,16 @@ def main(args: Args) -> None:
         train = []
         for prompt, responses in zip(prompts, groups):
             classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
-            entropies_N = [response.entropy.double().mean().item() for response in responses]  # Eq. 6
+            entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
             positive, negatives = pseudo_labels(classes_N, entropies_N, **thresholds(args))
             rewards_N = scrl_rewards(classes_N, entropies_N, **thresholds(args), lambda_h=args.lambda_h,
                                      null_reward=args.null_reward, hard=not args.dynamic_rewards)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, positive, negatives)
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist()):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, positive, negatives)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
         #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
@@ -198,7 +198,7 @@ def main(args: Args) -> None:
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
-            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:

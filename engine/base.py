@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,12 @@ import torch.distributed as dist
 
 class UserError(Exception):
     """Something the user can mend. Shown as one sentence, without a traceback."""
+
+
+def script_line() -> str:
+    """Where a script's main is, "ttrl.py, line 93", for messages about what it hands over."""
+    frames = [frame for frame in traceback.extract_stack() if frame.name == "main"]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "the script"
 
 
 def seed_of(*parts) -> int:
@@ -50,7 +58,23 @@ class Rollout:
     """[T] log-probs under the frozen initial model."""
     entropy: torch.Tensor | None = None
     """[T] entropies (nats) over the whole vocabulary at rollout temperature, of the policy that sampled."""
-    advantage: float = 0.0
+    advantage: float = math.nan
+    """NaN: not set yet. Everything that is trained needs one."""
+    mask: torch.Tensor | None = None
+    """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that count."""
+        return len(self.response_ids) if self.mask is None else int(self.mask.sum())
+
+    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Those of these values [T] that stand at tokens that count."""
+        return values_T if self.mask is None else values_T[self.mask.bool()]
+
+    def mean(self, values_T: torch.Tensor) -> float:
+        """Of these values [T], over the tokens that count; 0 if none does."""
+        return float(self.counted(values_T).mean()) if self.length else 0.0
 
 
 def distributed() -> bool:

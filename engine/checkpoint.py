@@ -40,9 +40,10 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -> None:
+def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
     """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
 
+    script: the script's own state, kept as it is on rank 0.
     Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
     rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
@@ -81,7 +82,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, say=print) -
 
     def publish() -> None:
         if rank == 0:
-            write_atomically(partial / "state.json", json.dumps(dict(step=step, files=sums)))
+            state = dict(step=step, files=sums, script=script or {})
+            write_atomically(partial / "state.json", json.dumps(state))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             sync_folder(final.parent)
@@ -107,14 +109,16 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def restore(run_folder: Path, policy, optimizer, say=print) -> int:
-    """Load the newest checkpoint that is complete and undamaged; its step, 0 if there is none."""
+def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
+    """Load the newest checkpoint that is complete and undamaged.
+
+    Its step and the script's own state, the same on all ranks; (0, {}) if there is none."""
     rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
-        step, error = 0, None
+        step, script, error = 0, {}, None
         try:
             state = json.loads((folder / "state.json").read_text())
-            step = int(state["step"])
+            step, script = int(state["step"]), dict(state.get("script", {}))
             mine = sorted(state["files"].items())[rank::ranks]
             wrong = [name for name, stored in mine if checksum(folder / name) != stored]
             reader = HuggingFaceStorageReader(str(folder))
@@ -131,9 +135,9 @@ def restore(run_folder: Path, policy, optimizer, say=print) -> int:
             raise UserError(f"{folder} does not fit --model: it is a checkpoint of another model or version "
                             f"({reason_of(e)}).") from None
         say(f"Resumed from {folder}")
-        return step
+        return step, script
     say(f"No usable checkpoint in {run_folder}: starting from step 1.")
-    return 0
+    return 0, {}
 
 
 def checksum(path: Path) -> str:

@@ -7,12 +7,13 @@ import json
 import os
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import extract_answer, normal_gold
+from engine.answers import equivalence_classes, extract_answer, normal_gold
 from engine.base import UserError, seed_of
 
 
@@ -27,6 +28,29 @@ class Problem:
     prompt_ids: list[int] = field(default_factory=list)
     row: dict = field(default_factory=dict, repr=False)
     """The whole row of the data set, for methods that need its other columns."""
+    same_answer: Callable[[list[str]], list] | None = field(default=None, repr=False)
+    """n answers -> n keys, equal for equal answers (text, numbers); None: equality of engine/answers.py."""
+
+    def classes(self, answers: list[str | None]) -> list[int | None]:
+        """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None.
+
+        Raises UserError if same_answer does not return a list of n keys."""
+        if self.same_answer is None:
+            return equivalence_classes(answers)
+        given = [answer for answer in answers if answer is not None]
+        keys = self.same_answer(given) if given else []
+        one_each = isinstance(keys, list) and len(keys) == len(given)
+        if not one_each or not all(isinstance(key, (str, int)) for key in keys):
+            name = getattr(self.same_answer, "__name__", "same_answer")
+            raise UserError(f"{name}, given to common.Run as same_answer, must return a list of {len(given)} "
+                            f"keys (text or whole numbers), one per answer, but returned {repr(keys)[:80]}.")
+        number, rest = {}, iter(keys)
+        return [None if a is None else number.setdefault(next(rest), len(number)) for a in answers]
+
+    def is_right(self, answer: str | None) -> bool:
+        """Whether it is the gold answer; False without one."""
+        known = answer is not None and self.answer is not None
+        return known and self.classes([answer, self.answer]) == [0, 0]
 
 
 class Benchmark(NamedTuple):
@@ -78,10 +102,11 @@ ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth targe
 
 # ------------------------------------------------ problems ------------------------------------------------
 def load_problems(name: str, question_field: str = "", answer_field: str = "",
-                  quiet: bool = False) -> list[Problem]:
+                  quiet: bool = False, same_answer: Callable | None = None) -> list[Problem]:
     """Problems of a benchmark's short name, a Hub id, or a local .json, .jsonl, .csv or .parquet file.
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
+    same_answer: see Problem; gold answers then stay as they are written, but for spaces around them.
     Problems with the same text are kept once. A benchmark of another size than known gives a warning.
     Raises UserError on an unknown name, a missing column, an empty or broken file."""
     rows, source = _read(name)
@@ -124,7 +149,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         text = text.strip().encode(errors="replace").decode()  # no half surrogate pairs
         if text not in seen:
             seen.add(text)
-            problems.append(Problem(text, _gold(gold), len(problems), bool(choices), row=row))
+            problems.append(Problem(text, _gold(gold, exact=same_answer is not None), len(problems),
+                                    bool(choices), row=row, same_answer=same_answer))
     if not quiet:
         known = sum(p.answer is not None for p in problems)
         column = f"answer column '{answer}'" if answer else "no answer column"
@@ -156,13 +182,16 @@ def _user_turn(value):
     return turns[0].get("content") if turns else None
 
 
-def _gold(value) -> str | None:
+def _gold(value, exact: bool = False) -> str | None:
     """The gold answer as text. None, NaN and empty text are no answer."""
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")
     values = value if isinstance(value, list) else [value]
     values = [v for v in values if v is not None and v == v and str(v).strip()]
-    return normal_gold(values if len(values) > 1 else values[0]) if values else None
+    if not values:
+        return None
+    value = values if len(values) > 1 else values[0]
+    return str(value).strip() if exact else normal_gold(value)
 
 
 def _read(name: str) -> tuple[list[dict], str]:

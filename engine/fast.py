@@ -133,12 +133,22 @@ class FastHead(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float):
-        """(log-prob of the target, entropy), both [T], of logits / temperature."""
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
+                statistics=()):
+        """(log-prob of the target, entropy), both [T], of logits / temperature; then each function of the
+        log-probs [rows, V] of a chunk -> [rows], without a gradient."""
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.flatten(0, 1)[predict_from]  # [T, d]
         head = self.model.get_output_embeddings()
-        return LogProbs.apply(hidden, head.weight, head.bias, targets, temperature)
+        logp, entropy = LogProbs.apply(hidden, head.weight, head.bias, targets, temperature)
+        others = [[] for _ in statistics]
+        for rows in LogProbs.chunks(hidden, head.weight) if statistics else []:
+            with torch.no_grad():
+                whole = LogProbs.logits(hidden[rows], head.weight, head.bias, temperature).log_softmax(-1)
+                for function, parts in zip(statistics, others):
+                    parts.append(function(whole))
+            del whole  # or the next chunk's are made beside these
+        return logp, entropy, *map(torch.cat, others)
 
 
 class LogProbs(torch.autograd.Function):

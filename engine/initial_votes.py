@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 
-from engine.answers import equivalence_classes
 from engine.base import gather, sharded
 from engine.runfolder import json_object
 
@@ -35,7 +34,7 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     for start in range(0, len(todo), size):
         part = todo[start:start + size]
         run.say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        counted = sharded(run.sample(part, args.votes), count_each)
+        counted = sharded(list(zip(part, run.sample(part, args.votes))), count_each)
         for problem, (answer, count) in zip(part, counted):
             votes[problem.id] = (answer, count)
         if run.rank == 0:
@@ -47,14 +46,14 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     return votes
 
 
-def count_each(groups: list[list]) -> list[tuple[str | None, int]]:
-    """count_votes of every prompt's responses."""
-    return [count_votes(group) for group in groups]
+def count_each(asked: list[tuple]) -> list[tuple[str | None, int]]:
+    """count_votes of every (prompt, responses)."""
+    return [count_votes(prompt, responses) for prompt, responses in asked]
 
 
-def count_votes(responses: list) -> tuple[str | None, int]:
+def count_votes(prompt, responses: list) -> tuple[str | None, int]:
     """(majority answer, its votes); (None, 0) without any answer."""
-    classes = equivalence_classes([r.answer for r in responses])
+    classes = prompt.classes([r.answer for r in responses])
     counts = {c: classes.count(c) for c in classes if c is not None}
     if not counts:
         return None, 0

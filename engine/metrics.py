@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 
-from engine.answers import answers_equal, equivalence_classes
 from engine.base import seed_of
 
 
@@ -48,13 +47,13 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 
 def grade(problem, responses: list) -> dict:
     """Verdicts of one problem's responses against its gold answer, as plain numbers."""
-    classes = equivalence_classes([r.answer for r in responses])
+    classes = problem.classes([r.answer for r in responses])
     right = {None: False}  # one comparison per class, not per response
     for c, r in zip(classes, responses):
         if c not in right:
-            right[c] = problem.answer is not None and answers_equal(r.answer, problem.answer)
+            right[c] = problem.is_right(r.answer)
     return dict(known=problem.answer is not None, correct=[right[c] for c in classes], classes=classes,
-                majority=right[majority(classes)], length=[len(r.response_ids) for r in responses],
+                majority=right[majority(classes)], length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))
@@ -114,7 +113,7 @@ def step_metrics(groups: list[dict]) -> dict[str, float]:
     for name in names:
         metrics[name] = mean(row[name] for row in rows if name in row)
     responses = [r for group in groups for r in group["responses"]]  # ETTRL's groups are not all of one size
-    metrics["length"] = mean(len(r.response_ids) for r in responses)
+    metrics["length"] = mean(r.length for r in responses)
     metrics["answered"] = mean(r.answer is not None for r in responses)
     metrics["truncated"] = mean(not r.finished for r in responses)
     return metrics
@@ -124,7 +123,8 @@ def group_metrics(group: dict) -> dict[str, float]:
     """One prompt's votes: all that can be said without gold, and, if there is gold, how right they are."""
     responses, rewards, label = group["responses"], group["rewards"], group["label"]
     trained = [r for i, r in enumerate(responses) if i in group["trained"]]
-    answers = equivalence_classes([r.answer for r in responses])
+    prompt = group["prompt"]
+    answers = prompt.classes([r.answer for r in responses])
     counts = {c: answers.count(c) for c in answers if c is not None}
     row = dict(
         reward=mean(rewards),
@@ -136,19 +136,18 @@ def group_metrics(group: dict) -> dict[str, float]:
         negative_coverage=float(bool(group["negatives"])))
     if winners := [r.advantage for r in trained if r.advantage > 0]:
         row["positive_advantage"] = mean(winners)  # ETTRL Figure 3
-    gold = group["prompt"].answer
-    if gold is None:
+    if prompt.answer is None:
         return row
-    right_classes = {c for c in counts if answers_equal(responses[answers.index(c)].answer, gold)}
+    right_classes = {c for c in counts if prompt.is_right(responses[answers.index(c)].answer)}
     correct = [c in right_classes for c in answers]
     row["batch_pass@1"] = mean(correct)
-    scored = [(float(r.entropy.mean()), ok) for r, ok in zip(responses, correct) if r.entropy is not None]
+    scored = [(r.mean(r.entropy), ok) for r, ok in zip(responses, correct) if r.entropy is not None]
     for name, wanted in (("entropy_right", True), ("entropy_wrong", False)):  # SCRL Table 8
         if any(ok == wanted for _, ok in scored):
             row[name] = mean(entropy for entropy, ok in scored if ok == wanted)
     if group["negatives"]:
         wrong = [responses[group["classes"].index(c)].answer for c in group["negatives"]]
-        row["negative_accuracy"] = mean(not answers_equal(answer, gold) for answer in wrong)
+        row["negative_accuracy"] = mean(not prompt.is_right(answer) for answer in wrong)
     row["majority_accuracy"] = float(bool(counts) and max(counts, key=counts.get) in right_classes)
     if label:  # the script did not abstain: is its label right, and how many responses did it judge rightly?
         weight = sum(label.values())

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import fast
 from engine.base import (
-    Rollout, UserError, distributed, gather, gib_taken, rank_and_ranks, write_atomically)
+    Rollout, UserError, distributed, gather, gib_taken, rank_and_ranks, script_line, write_atomically)
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -72,8 +72,9 @@ class MicroBatch:
     def __init__(self, rollouts: list[Rollout], indices: list[int], device, filler: bool = False):
         self.rollouts, self.indices, self.device, self.filler = rollouts, indices, device, filler
         self.sizes = [len(r.response_ids) for r in rollouts]
-        self.length_T = self.per_token(self.sizes)                              # of the token's response
-        self.mask_T = torch.zeros_like(self.length_T) if filler else torch.ones_like(self.length_T)
+        self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
+        masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
+        self.mask_T = torch.zeros_like(self.length_T) if filler else self.cat(masks)
         self.advantage_T = self.per_token([r.advantage for r in rollouts])
         self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
@@ -97,7 +98,8 @@ class MicroBatch:
 
     def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
         """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
-        return torch.cat([part.mean().expand(len(part)) for part in values_T.split(self.sizes)])
+        parts = (values_T * self.mask_T / self.length_T).split(self.sizes)
+        return torch.cat([part.sum().expand(len(part)) for part in parts])
 
 
 # ------------------------------------------------------ plain path ------------------------------------------
@@ -123,12 +125,27 @@ class PlainHead(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float):
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
+                statistics=()):
         logits = self.model(**inputs, use_cache=False).logits.float()  # [rows, longest, V]
         logits = logits.flatten(0, 1)[predict_from] / temperature  # [T, V]
         logp = logits.log_softmax(-1)
         entropy_T = -(logp.exp() * logp).sum(-1)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T
+        others = [function(logp) for function in statistics]
+        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
+
+
+def one_per_row(name: str, function):
+    """A statistic of `score` that raises UserError if it does not return a number per row."""
+    def checked(logp: torch.Tensor) -> torch.Tensor:
+        values = function(logp)
+        if not isinstance(values, torch.Tensor) or values.shape != logp.shape[:1]:
+            got = getattr(values, "shape", type(values).__name__)
+            raise UserError(f"{script_line()}: {name} of policy.score must turn log-probs [rows, V] into a "
+                            f"tensor [rows], here {[len(logp)]}, but returned {got}.")
+        return values.float()
+
+    return checked
 
 
 # ------------------------------------------------------ the policy ------------------------------------------
@@ -196,15 +213,15 @@ class Policy:
     def parameters(self):
         return self.model.parameters()
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, micro: MicroBatch, temperature: float, statistics=()) -> tuple[torch.Tensor, ...]:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
-        Of logits / temperature: the distribution that was sampled from."""
+        Of logits / temperature: the distribution that was sampled from. Behind them statistics, see score."""
         pack = fast.pack_varlen if self.varlen else fast.pack
         inputs, predict_from = (pack if self.packed else pad_right)(micro.rollouts)
         inputs = fast.on_device(inputs, self.device)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
-        return self.head(inputs, predict_from.to(self.device), targets, temperature)
+        return self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
 
     def micro_batches(self, rollouts: list[Rollout]):
         """This rank's micro-batches, at most micro_tokens padded tokens each; equally many on every rank."""
@@ -222,25 +239,27 @@ class Policy:
                 yield MicroBatch([rollouts[shortest]], [], self.device, filler=True)
 
     @torch.no_grad()
-    def score(self, rollouts: list[Rollout], into: str, temperature: float) -> None:
+    def score(self, rollouts: list[Rollout], into: str, temperature: float, **statistics) -> None:
         """Set log-probs [T] as `into` ("old_logp" or "ref_logp") of the rollouts that have none yet.
 
-        "old_logp" sets `entropy` [T], too. One forward pass, shared by the ranks; set on all of them."""
-        todo = [r for r in rollouts if getattr(r, into) is None]
+        "old_logp" sets `entropy` [T], too. One forward pass, shared by the ranks; set on all of them.
+        name=function sets `name` [T], too: of log-probs of the whole vocabulary [rows, V], a chunk of rows at
+        a time, it makes numbers [rows]. Raises UserError if it returns anything else."""
+        names = [into, "entropy", *statistics]
+        functions = [one_per_row(name, function) for name, function in statistics.items()]
+        todo = [r for r in rollouts if any(getattr(r, name, None) is None for name in (into, *statistics))]
         mine = {}
         for micro in self.micro_batches(todo):
-            logp_T, entropy_T = self.logprobs(micro, temperature)
-            logps = logp_T.cpu().split(micro.sizes)
-            entropies = entropy_T.cpu().split(micro.sizes)
-            for i, logp, entropy in zip(micro.indices, logps, entropies):
-                mine[i] = (logp, entropy)
+            columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, functions)]
+            for i, *values in zip(micro.indices, *columns):
+                mine[i] = values
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
         for part in gather(mine):
-            for i, (logp, entropy) in part.items():
-                setattr(todo[i], into, logp)
-                if into == "old_logp":
-                    todo[i].entropy = entropy
+            for i, values in part.items():
+                for name, value in zip(names, values):
+                    if name != "entropy" or into == "old_logp":
+                        setattr(todo[i], name, value)
 
     def clip_grad_norm(self, largest: float) -> float:
         """Scale the gradients to a norm, over all ranks, of at most `largest`; returns the norm before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ import torch
 
 from engine import checkpoint
 from engine.answers import grading_budget
-from engine.base import Rollout, UserError, gather, gib_taken
+from engine.base import Rollout, UserError, gather, gib_taken, script_line
 from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
 from engine.options import DOING
@@ -24,13 +25,62 @@ from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
 
 
+# ------------------------------------------ what scripts hand over -----------------------------------------
+def check_votes(responses: list[Rollout], classes: list[int | None], rewards: torch.Tensor) -> None:
+    """Raises UserError if there is not one class (or None) and one finite reward per response."""
+    n, where = len(responses), f"{script_line()}: run.log_group has"
+    if not isinstance(rewards, torch.Tensor) or rewards.shape != (n,):
+        got = list(getattr(rewards, "shape", [])) or type(rewards).__name__
+        raise UserError(f"{where} rewards {got}, but must have a tensor [{n}], one per response.")
+    if not rewards.isfinite().all():
+        first = int(rewards.isfinite().int().argmin())
+        raise UserError(f"{where} a reward that is {float(rewards[first])}, of response {first} of {n}; "
+                        "every reward must be a finite number.")
+    of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
+    if not of_type or len(classes) != n:
+        raise UserError(f"{where} classes {repr(classes)[:80]}, but must have a list of {n}, a whole number "
+                        "or None (no answer) per response.")
+
+
+def check_answer(answer: str | None) -> str | None:
+    """The same. Raises UserError if it is neither text nor None."""
+    if answer is not None and not isinstance(answer, str):
+        raise UserError("read_answer, given to common.Run, must return text or None (no answer), but "
+                        f"returned {repr(answer)[:80]}.")
+    return answer
+
+
+def check_trained(train: list[Rollout]) -> None:
+    """Raises UserError if a response has no finite advantage or a mask that is not its own."""
+    for response in train:
+        size, advantage = len(response.response_ids), response.advantage
+        if advantage is None or not math.isfinite(advantage):
+            raise UserError(f"{script_line()}: run.minibatches has a response with advantage {advantage}; "
+                            "set response.advantage to a finite number for all that is trained.")
+        if response.mask is not None and response.mask.shape != (size,):
+            raise UserError(f"{script_line()}: run.minibatches has a response of {size} tokens with a mask "
+                            f"{list(response.mask.shape)}; response.mask must have 1 or 0 for each token.")
+
+
+def check_state(state: dict) -> None:
+    """Raises UserError if a checkpoint would not give run.state back as it is."""
+    try:
+        same = json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UserError(f"{script_line()}: run.state is {repr(state)[:80]}, but must hold what JSON keeps: "
+                        "text as keys, and lists, dicts, text, numbers, True, False, None.")
+
+
 class Plumbing:
     """Base of common.Run, which adds what touches the numbers: models, sampling, evaluation."""
 
     # -- before weights are loaded ---------------------------------------------------------------------------
-    def prepare(self, args, model_path: str, train: bool) -> None:
+    def prepare(self, args, model_path: str, train: bool, same_answer=None) -> None:
         """Arguments, tokenizer, data, processes, run folder. Raises UserError if something is wrong."""
         self.args, self.model_path, self.trains = args, model_path, train
+        self.same_answer, self.state = same_answer, {}
         if bad := args.errors():
             raise UserError("\n       ".join(bad))
         torch.manual_seed(args.seed)
@@ -124,7 +174,7 @@ class Plumbing:
         """Problems with their prompts. Overlong ones: left out of training, without one in evaluation."""
         args, quiet = self.args, int(os.environ.get("RANK", 0)) != 0
         fields = (args.question_field, args.answer_field) if train or not self.trains else ("", "")
-        problems = load_problems(name, *fields, quiet=quiet)
+        problems = load_problems(name, *fields, quiet=quiet, same_answer=self.same_answer)
         for p in problems:
             p.prompt_ids = encode_prompt(self.tokenizer, p.question, args.prompt, args.max_prompt_tokens)
         kept = [p for p in problems if p.prompt_ids]
@@ -151,7 +201,8 @@ class Plumbing:
     def start(self) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
         if self.args.resume:
-            self.first_step = checkpoint.restore(self.out, self.policy, self.optimizer, self.say) + 1
+            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say)
+            self.first_step = done + 1
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
@@ -216,7 +267,9 @@ class Plumbing:
                   negatives: set[int] = frozenset()) -> None:
         """Keep a prompt's votes for the log.
 
-        label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong."""
+        label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
+        Raises UserError if there is not one class and one finite reward per response."""
+        check_votes(responses, classes, rewards)
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -253,6 +306,7 @@ class Plumbing:
         """Log the step, evaluate and save when due, obey signals. extra: metrics of the script's own."""
         args, last = self.args, self.step == self.total_steps
         self.phase(None)
+        check_state(self.state)
         metrics = step_metrics(self.groups) | (extra or {})
         if not self.logp_diff:  # a single minibatch: the update's own log-probs are the trainer's
             self.check_sampler(self.trained)
@@ -283,7 +337,7 @@ class Plumbing:
         self.folder.log(self.step, metrics)
         stop = max(gather(self.stop_signal))
         if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
-            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep)
+            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state)
         if stop and not last:
             self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
                      f"--resume --out {self.out}")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -54,11 +55,23 @@ class RunFolder:
             self.lock = (out / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_atomically(out / "run.json", json.dumps(describe(self.args, ranks, device), indent=1))
+            self._keep_script(Path(sys.argv[0]), out / "script.py")
         except BlockingIOError:
             return f"--out is '{out}', in which another process is running; give another folder."
         except OSError as error:
             return f"--out is '{out}', which cannot be written: {error.strerror}."
         return None
+
+    def _keep_script(self, script: Path, kept: Path) -> None:
+        """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""
+        text = script.read_text(encoding="utf-8") if script.suffix == ".py" and script.is_file() else ""
+        if kept.exists() and text and kept.read_text(encoding="utf-8") != text:
+            old = kept.with_name(f"script-until-{time.strftime('%Y%m%d-%H%M%S')}.py")
+            kept.rename(old)
+            print(f"{script.name} has changed since this run was started: going on with the new text, the "
+                  f"old one is {old}", flush=True)
+        if text:
+            write_atomically(kept, text)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -238,8 +251,10 @@ def sample_record(step: int, group: dict) -> dict:
         responses.append(dict(
             text=r.text[-4000:] if i < 2 else r.text[-100:], answer=r.answer, answer_class=c,
             reward=round(reward, 6), votes=group["classes"].count(c) if c is not None else 0, trained=trained,
-            advantage=round(r.advantage, 6) if trained else None, tokens=len(r.response_ids),
-            finished=r.finished, entropy=None if r.entropy is None else round(float(r.entropy.mean()), 4)))
+            advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
+            finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
-    return dict(step=step, problem=group["prompt"].question, gold=group["prompt"].answer, label=label,
+    prompt = group["prompt"]
+    equal = prompt.classes([prompt.answer, *(r.answer for r in group["responses"])])  # gold, then the answers
+    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=responses)

@@ -76,11 +76,11 @@ def main(args: Args) -> None:
             classes_N = common.answer_classes(prompt, responses)  # for the log alone
             rewards_N = entropy_reward([response.entropy for response in responses], args.beta)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, None)
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist()):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, None)
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
         #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
-            minibatch_tokens = sum(len(response.response_ids) for response in minibatch)
+            minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 if micro.old_logp_T is None:

@@ -219,8 +219,8 @@ class Watched:
     def main(self) -> "Watched":
         build = common.Run.__init__
 
-        def build_and_spy(run, args, train=True):
-            build(run, args, train)
+        def build_and_spy(run, args, train=True, **task):
+            build(run, args, train, **task)
             self.args, self.run = args, run
             self._spy(run)
             if self.meddle:
@@ -257,9 +257,9 @@ class Watched:
         spy(run.sampler, "load", before=lambda tensors: call("sync"))
         spy(run.sampler, "generate", before=self._will_generate, after=self._cut)
         spy(run.sampler, "sleep", before=lambda: call("sleep"))
-        spy(run.policy, "score", before=lambda rollouts, into, temperature: call(into))
+        spy(run.policy, "score", before=lambda rollouts, into, temperature, **statistics: call(into))
         if run.reference:
-            spy(run.reference, "score", before=lambda rollouts, into, temperature: call(into))
+            spy(run.reference, "score", before=lambda rollouts, into, temperature, **others: call(into))
         spy(run.policy, "logprobs", before=self._forward)
         spy(run.policy, "clip_grad_norm", before=self._will_clip, after=self._clipped)
         spy(run.optimizer, "step", before=self._will_step)
@@ -320,7 +320,7 @@ class Watched:
     def _update(self) -> SimpleNamespace:
         return next(update for update in self.updates if update.gradient is None)
 
-    def _forward(self, micro, temperature) -> None:
+    def _forward(self, micro, temperature, statistics=()) -> None:
         if torch.is_grad_enabled():
             self._update().micros += 1
 

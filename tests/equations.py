@@ -327,13 +327,18 @@ def follows_the_paper(seen) -> None:
 LOGGED = (["kl", "entropy", "clip_fraction"], ["kl", "entropy", "clip_fraction", "question_entropy"])
 
 
+def counted(response) -> list[float]:
+    """1 for a response's tokens that count, 0 for masked ones."""
+    return [1.0] * len(response.response_ids) if response.mask is None else response.mask.tolist()
+
+
 def objective(seen, update) -> tuple[torch.Tensor, dict[str, float]]:
     """The printed loss of a minibatch, with a graph, and the means that are logged of it."""
     args, minibatch, targets = seen.args, update.responses, targets_of(seen, update.step)
     old = log_probs(seen, seen.weights[update.step], minibatch)
     ref = log_probs(seen, seen.weights["initial"], minibatch)
     model = model_with(seen, update.weights)
-    tokens = sum(len(response.response_ids) for response in minibatch)
+    tokens = sum(sum(counted(response)) for response in minibatch)
     loss, logged = 0.0, dict.fromkeys(LOGGED[seen.script == "dynamic_rl"], 0.0)
     for response in minibatch:
         target = targets[id(response)]
@@ -341,6 +346,8 @@ def objective(seen, update) -> tuple[torch.Tensor, dict[str, float]]:
         rows = log_softmax_rows(model, response, args.temperature).unbind()
         of_response = []
         for t, token in enumerate(response.response_ids):
+            if not counted(response)[t]:
+                continue
             logp = rows[t][token]
             ratio = torch.exp(logp - old[id(response)][t])
             clipped = torch.clamp(ratio, 1 - args.clip_low, 1 + args.clip_high)
@@ -350,7 +357,7 @@ def objective(seen, update) -> tuple[torch.Tensor, dict[str, float]]:
             entropy = -(rows[t].exp() * rows[t]).sum()
             wanted = -surrogate + args.kl_coef * kl - args.entropy_coef * entropy
             of_response.append(target.scale * wanted)
-            share = 1 / len(response.response_ids) / len(mates)
+            share = 1 / sum(counted(response)) / len(mates)
             if args.loss_aggregation == "token-mean":
                 share = 1 / tokens
             outside = not 1 - args.clip_low <= ratio.item() <= 1 + args.clip_high

@@ -554,9 +554,12 @@ def test_count_votes_by_hand():
     def responses(*answers):
         return [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
 
-    assert initial_votes.count_votes(responses("3", "0.5", None, r"\frac{1}{2}", "3", "3.0")) == ("3", 3)
-    assert initial_votes.count_votes(responses("7", "8")) == ("7", 1)  # a tie: the answer seen first
-    assert initial_votes.count_votes(responses(None, None)) == (None, 0)
+    def votes(*answers):
+        return initial_votes.count_votes(common.Problem("p"), responses(*answers))
+
+    assert votes("3", "0.5", None, r"\frac{1}{2}", "3", "3.0") == ("3", 3)
+    assert votes("7", "8") == ("7", 1)  # a tie: the answer seen first
+    assert votes(None, None) == (None, 0)
 
 
 # ------------------------------------------------ the run's verbs -----------------------------------------

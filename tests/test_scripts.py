@@ -203,7 +203,7 @@ def poison(*bad: int):
     def meddle(run):
         original, done = run.policy.logprobs, Counter()
 
-        def logprobs(micro, temperature):
+        def logprobs(micro, temperature, statistics=()):
             logp, entropy = original(micro, temperature)
             poisoned = torch.is_grad_enabled() and done["updates"] in bad
             return logp * math.nan if poisoned else logp, entropy

@@ -59,7 +59,7 @@ def vote_of(record: dict) -> dict:
     """What the page shows of one prompt's responses: answer classes, most frequent first, and rows."""
     responses, gold = record["responses"], record.get("gold")
     answers = [row.get("answer") for row in responses]
-    gold_class, *classes = equivalence_classes([gold, *answers])
+    gold_class, *classes = record.get("equal") or equivalence_classes([gold, *answers])
     order = sorted(set(classes) - {None}, key=lambda c: (-classes.count(c), classes.index(c)))
     logged = [row.get("answer_class") for row in responses]  # EVOL-RL and --labels gold have their own
     label = record.get("label")
@@ -134,7 +134,7 @@ def flips(records: list[dict]) -> list[dict]:
 def side(record: dict) -> dict:
     """The majority answer of a logged vote, its share of the votes, and whether it is right."""
     answers = [row.get("answer") for row in record["responses"]]
-    gold, *classes = equivalence_classes([record["gold"], *answers])
+    gold, *classes = record.get("equal") or equivalence_classes([record["gold"], *answers])
     top = majority(classes)
     return dict(step=record["step"], answer=None if top is None else answers[classes.index(top)],
                 share=classes.count(top) / len(classes) if top is not None else 0.0,

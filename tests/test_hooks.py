@@ -1,0 +1,329 @@
+"""What forks hang on to: statistics of the scoring pass, masks, another task, state, prompts of their choice,
+and the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, read_lines, run_toy, spy
+from equations import gradient_is_the_objectives, log_softmax_rows, model_with
+
+import common
+import evaluate
+import ttrl
+from common import Problem, UserError
+from engine import checkpoint
+from engine.data import load_problems
+from engine.fast import LogProbs
+from engine.policy import MicroBatch
+
+TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
+
+
+def everything(run) -> list:
+    """All responses that the run has sampled in this step."""
+    return [response for group in run.groups for response in group["responses"]]
+
+
+# --------------------------------------- (a) statistics of the scoring pass -------------------------------
+def largest(logp: torch.Tensor) -> torch.Tensor:
+    return logp.amax(-1)
+
+
+def certainty(logp: torch.Tensor) -> torch.Tensor:
+    return -logp.mean(-1)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_statistics_are_those_of_full_logits(plain, watch, monkeypatch):
+    """Two statistics of one pass over 40 rows, some at a time; the old log-probs are not touched by them."""
+    rows = []
+    monkeypatch.setitem(LogProbs.ELEMENTS, "cpu", 620 * 7)  # 7 rows at a time
+
+    def counted(logp):
+        rows.append(logp.shape)
+        return largest(logp)
+
+    def score(run):
+        spy(run.policy, "score", before=lambda responses, into, temperature, **others: keep.extend(responses))
+        original = run.policy.score
+
+        def with_statistics(responses, into, temperature):
+            original(responses, into, temperature, largest=counted, certainty=certainty)
+
+        run.policy.score = with_statistics
+
+    keep = []
+    seen = watch("ttrl", meddle=score, plain=plain, prompts_per_batch=1, votes=4, train_samples=4)
+    assert len(keep) == 4
+    assert max(len(logp) for logp in rows) <= 7 or plain
+    model = model_with(seen, seen.weights[1])
+    for response in keep:
+        expected = log_softmax_rows(model, response, seen.args.temperature).detach()
+        assert response.largest.tolist() == pytest.approx(largest(expected).tolist(), abs=1e-4)
+        assert response.certainty.tolist() == pytest.approx(certainty(expected).tolist(), abs=1e-3)
+        assert response.old_logp.shape == response.entropy.shape == response.largest.shape
+
+
+def test_a_statistic_of_another_shape_is_one_sentence(watch):
+    def meddle(run):
+        original = run.policy.score
+
+        def wrong(responses, into, temperature):
+            original(responses, into, temperature, certainty=torch.mean)
+
+        run.policy.score = wrong
+
+    sentence = (r"ttrl.py, line \d+: certainty of policy.score must turn log-probs \[rows, V\] into a tensor "
+                r"\[rows\], here \[\d+\], but returned torch.Size\(\[\]\)\.")
+    with pytest.raises(UserError, match=sentence):
+        watch("ttrl", meddle=meddle)
+
+
+# ------------------------------------------------- (b) masked tokens --------------------------------------
+def mask_some(run) -> None:
+    """Every third token was a tool's, and what the sampler says of it means nothing."""
+    def mask(groups, prompts, n, limits=None):
+        for response in sum(groups, []):
+            response.mask = torch.tensor([float(t % 3 != 1) for t in range(len(response.response_ids))])
+            response.logprobs = response.logprobs - 50 * (1 - response.mask)
+
+    spy(run, "sample", after=mask)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(loss_aggregation="token-mean", num_minibatches=1)])
+def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
+    seen = watch("ttrl", meddle=mask_some, **flags)
+    gradient_is_the_objectives(seen)
+    responses = [response for group in seen.groups for response in group.responses]
+    lengths = [sum(t % 3 != 1 for t in range(len(response.response_ids))) for response in responses]
+    assert seen.metrics[-1]["length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
+
+
+def test_micro_batch_of_masked_responses_by_hand():
+    one = common.Rollout([1], [2, 3, 4], torch.zeros(3), True, advantage=1.0, mask=torch.tensor([1., 0., 1.]))
+    two = common.Rollout([1], [5, 6], torch.zeros(2), True, advantage=2.0)
+    none = common.Rollout([1], [7], torch.zeros(1), True, advantage=2.0, mask=torch.zeros(1))
+    micro = MicroBatch([one, two, none], [0, 1, 2], torch.device("cpu"))
+    assert micro.mask_T.tolist() == [1, 0, 1, 1, 1, 0] and micro.length_T.tolist() == [2, 2, 2, 2, 2, 1]
+    assert [one.length, two.length, none.length] == [2, 2, 0]
+    values = torch.tensor([1., 100., 3., 5., 6., 100.])
+    assert micro.sequence_mean(values).tolist() == [2, 2, 2, 5.5, 5.5, 0]
+    assert one.mean(values[:3]) == 2 and none.mean(values[5:]) == 0
+
+
+# --------------------------------------- (c) another notion of the same answer ----------------------------
+def last_digit(text: str, problem: Problem) -> str | None:
+    digits = [s for s in text if s.isdigit()]
+    return digits[-1] if digits else None
+
+
+def parity(answers: list[str]) -> list[int]:
+    return [int(answer[-1]) % 2 for answer in answers]
+
+
+def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
+    """Odd equals odd: four of five responses are right (two of five as numbers), and two answers are left."""
+    monkeypatch.setattr(common, "Run", functools.partial(common.Run, same_answer=parity,
+                                                         read_answer=last_digit))
+    lines = run_toy(ttrl, tmp_path / "run", steps=1, eval="train", eval_samples=2)
+    for record in read_lines(tmp_path / "run/samples.jsonl"):
+        odd = [response["answer"] and int(response["answer"]) % 2 for response in record["responses"]]
+        votes = [value for value in odd if value is not None]
+        label = max(votes, key=votes.count)
+        assert [response["reward"] for response in record["responses"]] == [value == label for value in odd]
+        gold = int(record["gold"][-1]) % 2
+        right = [c == record["equal"][0] for c in record["equal"][1:]]
+        assert right == [value == gold for value in odd]
+    assert all(line["eval/train/pass@1"] > 0.6 for line in lines)
+    assert lines[1]["distinct_answers"] <= 2 < lines[1]["distinct"] * 8
+    assert lines[1]["batch_pass@1"] > 0.55
+
+    task = dict(same_answer=parity, read_answer=last_digit)
+    monkeypatch.undo()
+    settings = dict(evaluate.TOY, benchmarks="toy", samples=2, max_new_tokens=64, save_generations=True)
+    results = evaluate.main(evaluate.Args(**settings, out=str(tmp_path / "evaluated")), **task)
+    assert results["toy"]["pass@1"] > 0.6
+    for record in read_lines(tmp_path / "evaluated/generations.jsonl")[:20]:
+        same = record["answer"] and int(record["answer"]) % 2 == int(record["gold"][-1]) % 2
+        assert record["correct"] == bool(same)
+
+
+def exact(answers: list[str]) -> list[str]:
+    return [answer.strip().lower() for answer in answers]
+
+
+def test_classes_of_a_problem_by_hand():
+    given = [None, "Paris", "paris ", "Rome", None, "PARIS"]
+    problem = Problem("p", "Paris", same_answer=exact)
+    assert problem.classes(given) == [None, 0, 0, 1, None, 0] and problem.classes([None]) == [None]
+    assert problem.is_right("pARIS") and not problem.is_right("Rome") and not problem.is_right(None)
+    assert not Problem("p", same_answer=exact).is_right("Paris")
+    assert Problem("p", "0.5").classes(["1/2", "0.5"]) == [0, 0] and Problem("p", "0.5").is_right("1/2")
+    assert Problem("p", "0.5", same_answer=exact).classes(["1/2", "0.5"]) == [0, 1]
+
+
+@pytest.mark.parametrize("keys", [None, [1, 2], torch.tensor([1, 2, 3]), [1, 2, [3]], [0.5, 1.0, None]])
+def test_a_vote_function_of_another_type_is_one_sentence(keys):
+    def clusters(answers):
+        return keys
+
+    with pytest.raises(UserError, match=r"^clusters, given to common\.Run as same_answer, must return a list "
+                       r"of 3 keys \(text or whole numbers\), one per answer, but returned .*\.$"):
+        Problem("p", same_answer=clusters).classes(["a", None, "b", "c"])
+
+
+def test_gold_answers_of_another_task_stay_as_written(tmp_path):
+    path = tmp_path / "cities.jsonl"
+    path.write_text(json.dumps(dict(question="Capital of the US?", answer=" Washington, D.C. ", hint="east")))
+    problem, = load_problems(str(path), quiet=True, same_answer=exact)
+    assert problem.answer == "Washington, D.C." and problem.row["hint"] == "east"  # (d) the whole row
+    assert load_problems(str(path), quiet=True)[0].answer != "Washington, D.C."
+
+
+# ------------------------------------------- (e) state, (f) the script's text -----------------------------
+def test_state_comes_back_on_resume(tmp_path, monkeypatch):
+    end_step = common.Run.end_step
+    seen = []
+
+    def count(run, extra=None):
+        run.state["steps"] = [*run.state.get("steps", []), run.step]
+        seen.append(dict(run.state))
+        end_step(run, extra)
+
+    monkeypatch.setattr(common.Run, "end_step", count)
+    run_toy(ttrl, tmp_path / "run", **TINY | dict(steps=2, checkpoint_every=1))
+    run_toy(ttrl, tmp_path / "run", **TINY | dict(steps=3, checkpoint_every=1, resume=True))
+    assert seen == [dict(steps=[1]), dict(steps=[1, 2]), dict(steps=[1, 2, 3])]
+    newest = checkpoint.complete(tmp_path / "run")[0]
+    assert json.loads((newest / "state.json").read_text())["script"] == dict(steps=[1, 2, 3])
+
+
+def test_the_run_folder_holds_the_script(tmp_path, monkeypatch, capsys):
+    script, text = tmp_path / "my_idea.py", (ROOT / "ttrl.py").read_text()
+    script.write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1)
+    assert (tmp_path / "run/script.py").read_text() == text
+    run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1, resume=True)
+    assert "has changed" not in capsys.readouterr().out
+    script.write_text(text + "\n# another idea\n")
+    run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1, resume=True)
+    assert "my_idea.py has changed since this run was started" in capsys.readouterr().out
+    assert (tmp_path / "run/script.py").read_text() == text + "\n# another idea\n"
+    old, = (tmp_path / "run").glob("script-until-*.py")
+    assert old.read_text() == text
+
+
+# -------------------------------- (h) prompts of one's choice, (g) what teaches nothing --------------------
+def test_batches_beyond_the_steps():
+    """Every batch of an epoch once, then all in another order; without a number, the step's."""
+    run = common.Run.__new__(common.Run)
+    run.args, run.step = common.Args(prompts_per_batch=2), 3
+    run.problems = [Problem(str(i), id=i) for i in range(7)]
+    batches = [[problem.id for problem in run.next_prompts(batch)] for batch in range(1, 7)]
+    for epoch in (batches[:3], batches[3:]):
+        assert len(set(sum(epoch, []))) == 6
+    assert batches[:3] != batches[3:]
+    assert [problem.id for problem in run.next_prompts()] == batches[2]
+
+
+def leave_out(run) -> None:
+    """All prompts but the first are left out of the update: log_group says so, train lacks them."""
+    original = run.minibatches
+
+    def fewer(train):
+        return original(train[:run.left])
+
+    run.minibatches = fewer
+
+
+@pytest.mark.parametrize("left", [6, 0])
+def test_prompts_left_out_of_an_update(left, watch):
+    def meddle(run):
+        run.left = left
+        leave_out(run)
+
+    seen = watch("ttrl", meddle=meddle)
+    assert sum(len(update.responses) for update in seen.updates) == left
+    assert ("loss" in seen.metrics[-1]) == (left > 0) and "reward" in seen.metrics[-1]
+    now = seen.policy_weights()
+    assert any(not torch.equal(now[name], value) for name, value in seen.weights[1].items()) == (left > 0)
+
+
+# ---------------------------------------------- (i) bad input ---------------------------------------------
+def short(classes):
+    return torch.ones(len(classes) - 1)
+
+
+def as_list(classes):
+    return [1.0] * len(classes)
+
+
+def not_a_number(classes):
+    return torch.tensor([1.0, float("nan")] + [0.0] * (len(classes) - 2))
+
+
+def forgotten(rewards):
+    return torch.full_like(rewards, float("nan"))
+
+
+def of_text(problem, responses, labels):
+    return [response.answer or "none" for response in responses]
+
+
+BAD = [
+    (ttrl, "majority_reward", short, r"run\.log_group has rewards \[3\], but must have a tensor \[4\]"),
+    (ttrl, "majority_reward", as_list, r"run\.log_group has rewards list, but must have a tensor \[4\]"),
+    (ttrl, "majority_reward", not_a_number, r"run\.log_group has a reward that is nan, of response 1 of 4; "),
+    (ttrl, "group_advantages", forgotten, r"run\.minibatches has a response with advantage nan; set "),
+    (common, "answer_classes", of_text, r"run\.log_group has classes \['.*, but must have a list of 4, ")]
+
+
+@pytest.mark.parametrize("module, name, function, sentence", BAD, ids=[row[2].__name__ for row in BAD])
+def test_what_a_script_hands_over_wrongly_is_one_sentence(module, name, function, sentence, tmp_path,
+                                                          monkeypatch):
+    monkeypatch.setattr(module, name, function)
+    with pytest.raises(UserError, match=rf"^ttrl\.py, line \d+: {sentence}.*\.$") as error:
+        run_toy(ttrl, tmp_path / "run", **TINY)
+    number = int(str(error.value).split("line ")[1].split(":")[0])
+    line = (ROOT / "ttrl.py").read_text().splitlines()[number - 1]
+    assert "run.log_group(" in line or "run.minibatches(" in line
+
+
+@pytest.mark.parametrize("state", [dict(seen={1, 2}), {1: "x"}, dict(x=torch.ones(1)), dict(pair=(1, 2))])
+def test_a_state_that_json_does_not_keep_is_one_sentence(state, tmp_path, monkeypatch):
+    prompts = common.Run.next_prompts
+
+    def remember(run):
+        run.state.update(state)
+        return prompts(run)
+
+    monkeypatch.setattr(common.Run, "next_prompts", remember)
+    with pytest.raises(UserError, match=r"^ttrl\.py, line \d+: run\.state is \{.*, but must hold what JSON "):
+        run_toy(ttrl, tmp_path / "run", **TINY)
+
+
+def test_a_mask_of_another_length_is_one_sentence(tmp_path, monkeypatch):
+    sample = common.Run.sample
+
+    def masked(run, prompts, n, limits=None):
+        groups = sample(run, prompts, n, limits)
+        groups[0][0].mask = torch.ones(99)
+        return groups
+
+    monkeypatch.setattr(common.Run, "sample", masked)
+    with pytest.raises(UserError, match=r"a response of \d+ tokens with a mask \[99\]; response\.mask must "):
+        run_toy(ttrl, tmp_path / "run", **TINY)
+
+
+def test_an_answer_that_is_no_text_is_one_sentence(tmp_path, monkeypatch):
+    def number(text, problem):
+        return 7
+
+    monkeypatch.setattr(common, "Run", functools.partial(common.Run, read_answer=number))
+    with pytest.raises(UserError, match=r"^read_answer, given to common\.Run, must return text or None "):
+        run_toy(ttrl, tmp_path / "run", **TINY)

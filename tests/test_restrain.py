@@ -235,14 +235,15 @@ TINY = dict(steps=1, max_new_tokens=40)
 @pytest.fixture
 def weights_seen(monkeypatch):
     """{(step, problem id): u of its responses}, of the runs of a test."""
-    seen, log_group = {}, common.Run.log_group
+    seen, end_step = {}, common.Run.end_step
 
-    def note(run, prompt, responses, *rest, **options):
-        assert len({response.weight for response in responses}) == 1
-        seen[run.step, prompt.id] = responses[0].weight
-        log_group(run, prompt, responses, *rest, **options)
+    def note(run, extra=None):
+        for group in run.groups:
+            assert len({response.weight for response in group["responses"]}) == 1
+            seen[run.step, group["prompt"].id] = group["responses"][0].weight
+        end_step(run, extra)
 
-    monkeypatch.setattr(common.Run, "log_group", note)
+    monkeypatch.setattr(common.Run, "end_step", note)
     return seen
 
 

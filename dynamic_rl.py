@@ -265,7 +265,7 @@ def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
         prompt_ids = encode_prompt(run.tokenizer, text, args.prompt, args.max_prompt_tokens)
         if prompt_ids:  # else too long
             questions[i].kept = keep_question(text) or not args.filter
-            problems.append(Problem(text, id=i, prompt_ids=prompt_ids))
+            problems.append(Problem(text, id=i, prompt_ids=prompt_ids, same_answer=run.same_answer))
     return questions, problems
 
 

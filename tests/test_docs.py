@@ -22,12 +22,13 @@ import common
 import evaluate
 from engine.data import BENCHMARKS, SUFFIX, SYSTEM, TOYS, load_problems
 from engine.options import parse
+from tools.diffs import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 PAPERS = [ROOT / "docs" / f"{script}.md" for script in SCRIPTS]
-MODULES = [*SCRIPTS, "evaluate", "examples.rent", "examples.srt", "examples.tis"]
+MODULES = [*SCRIPTS, "evaluate", *(f"examples.{name}" for name in EXAMPLES)]
 TRAINING = [name for name in MODULES if name != "evaluate"]
 HEADER = ["row", "command", "GPUs", "batches", "read", "paper"]
 # Files that a page says how to make, with the number of problems that it gives

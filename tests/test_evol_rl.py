@@ -143,7 +143,7 @@ def test_any_majority_response_outranks_any_minority_one(classes, seed, alpha):
     (["B", "A"], dict(labels="gold", gold="A", choices=True), [0, 1], 1),
     (["1/2", "0.5"], dict(labels="gold", gold="\\frac{1}{2}"), [0, 0], 0)])
 def test_valid_classes(answers, flags, classes, winner):
-    problem = SimpleNamespace(choices=flags.get("choices", False), answer=flags.get("gold", "7"))
+    problem = common.Problem("p", flags.get("gold", "7"), choices=flags.get("choices", False))
     responses = [SimpleNamespace(answer=answer) for answer in answers]
     found, upper = valid_classes(problem, responses, flags.get("labels", "majority"))
     if winner is not None and winner >= 0:  # names of classes are free: compare their members

@@ -21,7 +21,7 @@ TOP = "README.md requirements.txt requirements-cpu.txt Makefile LICENSE pyprojec
 TOP += "common.py ttrl.py evol_rl.py scrl.py restrain.py ettrl.py dynamic_rl.py evaluate.py".split()
 TOP += "engine tools examples docs toy tests .ci".split()
 METHODS = SCRIPTS[1:]
-EXAMPLES = ["examples.rent", "examples.srt", "examples.tis"]
+EXAMPLES = [f"examples.{name}" for name in diffs.EXAMPLES]
 
 
 @functools.cache
@@ -124,7 +124,9 @@ def test_imports_have_no_circles():
 # ------------------------------------------------ one loop in six files ----------------------------------
 # Where a script's own work is done: before the loop (0), in sampling (2), in voting (3)
 SECTIONS = {"evol_rl": {0, 3}, "scrl": {3}, "restrain": {0, 3}, "ettrl": {2, 3}, "dynamic_rl": {2, 3},
-            "examples.rent": {3}, "examples.srt": {0, 3}, "examples.tis": set()}
+            "examples.rent": {3}, "examples.srt": {0, 3}, "examples.tis": set(), "examples.empo": {3},
+            "examples.intuitor": {3}, "examples.gspo": set(), "examples.dynamic_sampling": {2},
+            "examples.em_ft": {3}, "examples.co_rewarding": {2, 3}, "examples.rlsc": {3}}
 # What it changes elsewhere, line by line
 LINES = {
     "restrain": """
@@ -156,7 +158,21 @@ LINES = {
         + tis_T = (micro.old_logp_T - sampler_logp_T).exp().clamp(max=args.tis_cap)
         + loss_T = -tis_T * torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
         - clip_fraction=ratio_T != clipped_T)
-        + clip_fraction=ratio_T != clipped_T, tis=tis_T)"""}
+        + clip_fraction=ratio_T != clipped_T, tis=tis_T)""",
+    "examples.gspo": """
+        - ratio_T = (logp_T - micro.old_logp_T).exp()
+        + ratio_T = micro.sequence_mean(logp_T - micro.old_logp_T).exp()  # s_i at each token""",
+    "examples.dynamic_sampling": """
+        - run.end_step()
+        + run.end_step(cost)""",
+    "examples.em_ft": """
+        - ratio_T = (logp_T - micro.old_logp_T).exp()
+        - clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+        - loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+        + loss_T = entropy_T
+        - run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+        - clip_fraction=ratio_T != clipped_T)
+        + run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T)"""}
 
 
 def sections_of(module: str) -> dict[int, list[str]]:

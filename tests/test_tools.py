@@ -115,7 +115,8 @@ def test_jobs_have_the_methods_flags_and_the_runs():
     assert one.wanted() == {name: str(value) for name, value in ARGS.items()}
     for variants in compare.SETS.values():
         for command in variants.values():
-            assert (ROOT / command.split()[0]).exists()
+            assert (ROOT / job(Path("/x"), command=command).script()).exists()
+    assert len(compare.SETS["examples"]) == 1 + len(diffs.EXAMPLES)
 
 
 def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):
@@ -128,6 +129,8 @@ def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):
         job(tmp_path / "run", steps=40).state()
     with pytest.raises(UserError, match="--labels gold, not majority"):
         job(tmp_path / "run", command="ttrl.py --labels majority").state()
+    with pytest.raises(UserError, match="a run of ttrl.py, not examples/rent.py"):
+        job(tmp_path / "run", command="-m examples.rent").state()
     with pytest.raises(UserError, match="a run of ttrl.py, not scrl.py"):
         job(tmp_path / "run", command="scrl.py").state()
     (folder / "run.json").write_text('{"script": "ttrl"')

@@ -4,6 +4,7 @@
     python -m tools.compare --set ettrl            # ETTRL's two switches, each alone and both
     python -m tools.compare --set dynamic          # Dynamic RL without answer or question diversity
     python -m tools.compare --set minibatches      # TTRL: eight optimizer steps, mixed or prompt by prompt
+    python -m tools.compare --set examples         # TTRL and the forks in examples/
 
 Finished runs are kept, one that was cut off is resumed: call it again and it goes on. Ctrl-C or SIGTERM ends
 the runs, too, after a checkpoint.
@@ -49,7 +50,19 @@ SETS = {  # set -> name -> command, from the repository root
         "neither": "dynamic_rl.py --no-rda --no-rdq"},
     "minibatches": {
         "TTRL, mixed": "ttrl.py --num_minibatches 8 --minibatches mixed",
-        "TTRL, by prompt": "ttrl.py --num_minibatches 8 --minibatches by_prompt"}}
+        "TTRL, by prompt": "ttrl.py --num_minibatches 8 --minibatches by_prompt"},
+    "examples": {
+        "TTRL": "ttrl.py",
+        "RENT": "-m examples.rent",
+        "SRT": "-m examples.srt",
+        "TIS": "-m examples.tis",
+        "EMPO": "-m examples.empo",
+        "Intuitor": "-m examples.intuitor",
+        "GSPO on TTRL": "-m examples.gspo",
+        "dynamic sampling": "-m examples.dynamic_sampling",
+        "EM-FT": "-m examples.em_ft",
+        "Co-rewarding-I": "-m examples.co_rewarding",
+        "RLSC": "-m examples.rlsc"}}
 ROWS = {
     "pass@1": "eval/toy/pass@1",
     "pass@8": "eval/toy/pass@8",
@@ -70,7 +83,7 @@ ROWS = {
 # ----------------------------------------------- running --------------------------------------------------
 @dataclass
 class Job:
-    """One run: its folder and its command line, without the interpreter."""
+    """One run: its folder and its command line (a script, or -m and a module), without the interpreter."""
     folder: Path
     command: list[str]
 
@@ -85,6 +98,11 @@ class Job:
         options.pop("out")
         return options
 
+    def script(self) -> str:
+        """The file that it runs: `ttrl.py`, or `examples/rent.py` of `-m examples.rent`."""
+        first, second = self.command[:2]
+        return second.replace(".", "/") + ".py" if first == "-m" else first
+
     def state(self) -> str:
         """new, unfinished or finished. Raises UserError if the folder holds a run with other arguments."""
         record = self.folder / "run.json"
@@ -96,8 +114,8 @@ class Job:
             script, options = run["script"], dict(run["args"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"'{self.folder}' holds a run without a readable run.json; {another}.") from None
-        if script + ".py" != self.command[0]:
-            raise UserError(f"'{self.folder}' holds a run of {script}.py, not {self.command[0]}; {another}.")
+        if script != Path(self.script()).stem:
+            raise UserError(f"'{self.folder}' holds a run of {script}.py, not {self.script()}; {another}.")
         for option, value in self.wanted().items():
             if str(options.get(option)) != value:
                 raise UserError(f"'{self.folder}' holds a run with --{option} {options.get(option)}, "

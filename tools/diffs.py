@@ -31,6 +31,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"evol_rl": 80, "scrl": 65, "restrain": 80, "ettrl": 95, "dynamic_rl": 135}  # changed lines of code
+EXAMPLES = "rent srt tis empo intuitor gspo dynamic_sampling em_ft co_rewarding rlsc".split()
+EXAMPLE_LIMIT = 60  # changed lines of code of a fork in examples/
 LEAST_SHARE = 0.5  # of the diff, the paper's
 COMMAND = re.compile(r"\s*(python|torchrun) ")
 
@@ -161,6 +163,11 @@ def main() -> None:
         if row["paper"] < LEAST_SHARE:
             share = f"{row['paper']:.0%}"
             exceeded.append(f"{share} of {name}.py's diff are the paper's, less than {LEAST_SHARE:.0%}.")
+    for name in EXAMPLES if (options.root / "examples").exists() else []:
+        code = changed_code(base, (options.root / f"examples/{name}.py").read_text(encoding="utf-8"))
+        print(f"{name + '.py':22}{code:7}{EXAMPLE_LIMIT:7}")
+        if code > EXAMPLE_LIMIT:
+            exceeded.append(f"examples/{name}.py changes {code} lines of code, more than {EXAMPLE_LIMIT}.")
     for sentence in exceeded:
         print(sentence)
     sys.exit(1 if options.check and exceeded else 0)

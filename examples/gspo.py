@@ -1,0 +1,148 @@
+"""GSPO on TTRL: ttrl.py with one ratio per response (Zheng et al. 2025, arXiv:2507.18071).
+
+The idea: the reward is of the whole response, so the ratio that corrects for stale samples, and its clipping,
+should be, too. Per-token ratios are noise that grows with length.
+
+    ratio      s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp( mean_t [ log pi(y_t) - log pi_old(y_t) ] )
+    loss       mean_i  -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i) + ...; all else as in ttrl.py
+
+Source: the paper's equations 5 and 7 as we remember them; its clip range is 3e-4 and 4e-4. On the toy, whose
+learning rate is a thousand times larger, it is a hundred times wider. It differs from GRPO only from the
+second minibatch on: until then every ratio is 1.
+
+    python -m examples.gspo                                                            # the toy, on a laptop
+    torchrun --nproc-per-node 8 -m examples.gspo --model Qwen/Qwen2.5-Math-7B --dataset amc
+
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import common
+from common import majority
+
+
+@dataclass
+class Args(common.Args):
+    labels: Literal["majority", "gold"] = "majority"
+    """majority: TTRL. gold: supervised GRPO, the papers' upper bound."""
+    clip_low: common.Share = 3e-4
+    """Sequence ratios are clipped at 1 - clip_low ..."""
+    clip_high: common.NonNegativeOrInf = 4e-4
+    """... and at 1 + clip_high (GSPO section 5.1)."""
+    loss_aggregation: Literal["seq-mean"] = "seq-mean"
+    """Over a response's tokens, then over responses: the only one that is GSPO's."""
+
+
+TOY = common.TOY | dict(clip_low=0.03, clip_high=0.04)
+
+
+# ------------------------------------------------- the method -----------------------------------------------
+def majority_reward(classes: list[int | None]) -> torch.Tensor:
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
+
+    None (no answer) never votes and gets 0; a tie goes to the class seen first.
+
+    >>> majority_reward([0, 1, 0, None]).tolist()
+    [1.0, 0.0, 1.0, 0.0]
+    """
+    winner = majority(classes)
+    return torch.tensor([float(c is not None and c == winner) for c in classes])
+
+
+def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """(r - mean) / (std + eps), [G] -> [G]. GRPO.
+
+    std is the unbiased one; all 0 if all rewards are equal or there is only one.
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
+    """
+    if len(rewards) < 2 or (rewards == rewards[0]).all():
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+
+# -------------------------------------------------- the loop ------------------------------------------------
+def main(args: Args) -> None:
+    run = common.Run(args)
+    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+
+    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    for step in run.steps():
+        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
+        run.phase("sync")
+        sampler.load(policy.named_tensors(run.dtype))
+
+        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
+        run.phase("sample")
+        prompts = run.next_prompts()
+        groups = run.sample(prompts, args.votes)
+        sampler.sleep()  # gives the GPU's memory to the update
+
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        run.phase("vote")
+        train = []
+        for prompt, responses in zip(prompts, groups):
+            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            classes_N = common.answer_classes(prompt, responses, args.labels)
+            rewards_N = majority_reward(classes_N)
+            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
+            advantages_G = group_advantages(rewards_N[trained_G])
+            for i, advantage in zip(trained_G, advantages_G.tolist()):
+                responses[i].advantage = advantage
+                train.append(responses[i])
+
+        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
+        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
+        run.phase("score")
+        if args.num_minibatches > 1:
+            policy.score(train, "old_logp", args.temperature)
+        if reference:
+            reference.score(train, "ref_logp", args.temperature)
+
+        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
+        if args.num_minibatches > 1:
+            run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
+        run.phase("update")
+        optimizer.param_groups[0]["lr"] = run.learning_rate()
+        for minibatch in run.minibatches(train):
+            minibatch_tokens = sum(response.length for response in minibatch)
+            for micro in policy.micro_batches(minibatch):
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+                if micro.old_logp_T is None:
+                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
+                ratio_T = micro.sequence_mean(logp_T - micro.old_logp_T).exp()  # s_i at each token
+                clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
+                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
+                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
+                weight_T = micro.mask_T / (micro.length_T * len(minibatch))
+                if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
+                    weight_T = micro.mask_T / minibatch_tokens
+                loss = (loss_T * weight_T).sum()
+                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
+                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
+                               clip_fraction=ratio_T != clipped_T)
+            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            if math.isfinite(grad_norm):  # else skipped and counted
+                optimizer.step()
+            optimizer.zero_grad()
+            run.log_update(grad_norm)
+
+        # 7. Log, evaluate, save a checkpoint.
+        run.end_step()
+    run.finish()
+
+
+if __name__ == "__main__":
+    common.launch(main, Args, TOY)

@@ -274,7 +274,8 @@ def response_to_z_0(text: str) -> common.Rollout:
 
 def run_that_answers(texts: list[str]) -> SimpleNamespace:
     """A run whose model answers z_0 with these texts."""
-    run = SimpleNamespace(tokenizer=TOKENIZER, calls=[], responses=[response_to_z_0(text) for text in texts])
+    run = SimpleNamespace(tokenizer=TOKENIZER, calls=[], same_answer=None)
+    run.responses = [response_to_z_0(text) for text in texts]
 
     def sample(prompts, n, limits):
         run.calls.append((prompts, n, limits))

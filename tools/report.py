@@ -17,13 +17,14 @@ from pathlib import Path
 
 from engine.answers import equivalence_classes, grading_budget
 from engine.base import UserError
-from engine.metrics import majority
+from engine.metrics import majority, mean
 from engine.runfolder import json_object
 from tools import plot
 
 # A response on the page is a list in this order: names would be half of the page.
-ROW = "number answer_class answer right reward advantage trained entropy tokens finished text".split()
-QUESTION = "text kept p answer advantage".split()
+ROW = "number answer_class answer right reward advantage trained entropy tokens finished".split()
+ROW += ["shade", "fork", "text"]
+QUESTION = "text kept p answer rewards advantage".split()
 FACTS = "model dataset votes train_samples lr temperature seed".split()
 SHOWN_STEPS, SHOWN_FLIPS, SHOWN_POINTS = 50, 20, 400
 
@@ -67,30 +68,59 @@ def vote_of(record: dict) -> dict:
     for own, weight in (label if isinstance(label, dict) else {}).items():
         if own in map(str, logged):  # else nobody gave the gold answer, which is the label
             weights[classes[list(map(str, logged)).index(own)]] = weight
+    negatives = {classes[logged.index(own)] for own in record.get("negatives") or [] if own in logged}
     shown = []
     for c in order:
-        shown.append(dict(answer=answers[classes.index(c)], votes=classes.count(c), gold=c == gold_class,
-                          weight=finite(weights.get(c))))
+        entry = dict(answer=answers[classes.index(c)], votes=classes.count(c), gold=c == gold_class)
+        why = why_negative(responses, [own == c for own in classes]) if c in negatives else ""
+        shown.append(dict(entry, weight=finite(weights.get(c)), negative=why))
     rows = []
     for i, (row, c) in enumerate(zip(responses, classes)):
         values = dict(row, number=i + 1, answer_class=order.index(c) if c is not None else None,
                       right=None if gold is None else c == gold_class, text=str(row.get("text") or ""))
         for name in ("reward", "advantage", "entropy", "tokens"):
             values[name] = finite(row.get(name))
+        values["shade"] = row.get("token_entropy") if is_pairs(row.get("token_entropy")) else None
+        values["fork"] = row.get("fork") if is_fork(row.get("fork"), len(responses)) else None
         rows.append([values.get(name) for name in ROW])
     rows.sort(key=lambda row: math.inf if row[1] is None else row[1])  # answers together, in order of votes
     return dict(question=str(record.get("problem")), gold=gold, n=len(rows), classes=shown, rows=rows,
                 none=classes.count(None))
 
 
-def verdict(script: str, vote: dict) -> str:
+def is_pairs(shade) -> bool:
+    """Whether it is [[token, entropy], ...], as a run logs it."""
+    return isinstance(shade, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and finite(pair[1]) is not None for pair in shade)
+
+
+def is_fork(fork, n: int) -> bool:
+    """Whether it is [index of one of n responses, position, token, token], as a run logs it."""
+    return isinstance(fork, list) and len(fork) == 4 and fork[0] in range(n) and finite(fork[1]) is not None
+
+
+def why_negative(responses: list[dict], members: list[bool]) -> str:
+    """SCRL, Eq. 8: rare, and given with at least the mean entropy."""
+    entropies = [finite(row.get("entropy")) for row in responses]
+    why = f"rare, {sum(members)} of {len(members)}"
+    if None in entropies:
+        return why
+    own = mean(entropy for entropy, member in zip(entropies, members) if member)
+    return f"{why}, and unsure: entropy {own:.2f}, mean {mean(entropies):.2f}"
+
+
+def verdict(script: str, vote: dict, args: dict) -> str:
     """One sentence: what became the label, and whether it is right."""
     labels = [entry for entry in vote["classes"] if entry["weight"]]
     if not vote["classes"]:
         return "No response has an answer, so there is no label."
     if not labels:
-        why = dict(scrl="SCRL abstains: the majority is too weak, or its lead too small.",
-                   restrain="RESTRAIN penalises all responses: too few of them agree.")
+        votes, second = [entry["votes"] for entry in [*vote["classes"], dict(votes=0)]][:2]
+        of_n, tau, kappa = f"of {vote['n']} votes", args.get("tau_pos", 0.375), args.get("kappa", 3)
+        why = dict(restrain=f"RESTRAIN penalises all: {votes} {of_n} are fewer than kappa, {kappa}.",
+                   scrl=f"SCRL abstains: {votes} {of_n} is below tau_pos, {tau}.")
+        if votes / vote["n"] >= tau:
+            why["scrl"] = f"SCRL abstains: a lead of {votes - second} {of_n} does not exceed tau_marg."
         return "No label. " + why.get(script, "")
     if len(labels) > 1:
         top = labels[0]
@@ -98,6 +128,30 @@ def verdict(script: str, vote: dict) -> str:
                 f"{top['weight']:.2f}" + right_or_wrong(top, vote))
     entry = labels[0]
     return f"Label: '{entry['answer']}', {entry['votes']} of {vote['n']} votes" + right_or_wrong(entry, vote)
+
+
+def bands(vote: dict) -> str:
+    """EVOL-RL's two bands of rewards, and who is most novel in each."""
+    said = ""
+    for name, low, high in (("majority, 0.5 to 1", 0.5, 1), ("others, -1 to -0.5", -1, -0.5)):
+        rewards = {}
+        for row in vote["rows"]:
+            row = dict(zip(ROW, row))
+            if row["reward"] is not None and low <= row["reward"] <= high and row["answer"] is not None:
+                rewards[row["number"]] = row["reward"]
+        if rewards:
+            best = max(rewards, key=rewards.get)
+            said += f" Most novel of the {name}: number {best} with {rewards[best]:.2f}."
+    return said
+
+
+def alike(diversities: list[float | None]) -> str:
+    """Dynamic RL: how alike the questions of a step are, from R_dq = 1 / (1 + overlaps with the others)."""
+    known = [r for r in diversities if r]
+    if len(known) < 2:
+        return ""
+    share = mean(1 / r - 1 for r in known) / (len(diversities) - 1)
+    return f"How alike: on average two of them have the same token at {share:.0%} of their places."
 
 
 def right_or_wrong(entry: dict, vote: dict) -> str:
@@ -150,13 +204,13 @@ def describe_run(folder: Path) -> dict:
     about = json_object(files[0].read_text(encoding="utf-8", errors="replace")) if files[0].is_file() else {}
     script, args = str(about.get("script", "")), about.get("args")
     metrics, (records, others) = plot.read_metrics(folder), read_samples(folder)
-    logged = sorted({record["step"] for record in records})
+    logged, facts = sorted({record["step"] for record in records}), args if isinstance(args, dict) else {}
     with grading_budget():  # answers made to be slow take a few seconds, not minutes
         flipped = flips(records)[:SHOWN_FLIPS]
         every = max(1, math.ceil(len(logged) / SHOWN_STEPS))
         wanted = {*logged[::every], *logged[-1:]}
         wanted |= {flip[when]["step"] for flip in flipped for when in ("before", "after")}
-        steps = [step_of(step, records, script) for step in sorted(wanted)]
+        steps = [step_of(step, records, script, facts) for step in sorted(wanted)]
     notes = []
     if not (folder / "final").is_dir():
         last = metrics[-1]["step"] if metrics else 0
@@ -168,13 +222,12 @@ def describe_run(folder: Path) -> dict:
         notes.append("No step's responses are logged.")
     if every > 1:
         notes.append(f"{len(steps)} of {len(logged)} logged steps are shown: evenly chosen, and the flips'.")
-    facts = args if isinstance(args, dict) else {}
     facts = {name: facts[name] for name in FACTS if name in facts}
     return dict(name=folder.resolve().name, script=script, facts=facts, notes=notes, flips=flipped,
                 steps=steps, lines=metrics)
 
 
-def step_of(step: int, records: list[dict], script: str) -> dict:
+def step_of(step: int, records: list[dict], script: str, args: dict) -> dict:
     """The votes and, of Dynamic RL, the questions that were logged at this step."""
     found = dict(step=step, votes=[], questions=[])
     for record in records:
@@ -182,11 +235,15 @@ def step_of(step: int, records: list[dict], script: str) -> dict:
             continue
         if record.get("responses"):
             vote = vote_of(record)
-            found["votes"].append(dict(vote, verdict=verdict(script, vote)))
+            said = verdict(script, vote, args) + (bands(vote) if script == "evol_rl" else "")
+            found["votes"].append(dict(vote, verdict=said, strip=script == "evol_rl"))
         for row in record.get("questions") or []:
             p, advantage = finite(row.get("p")), finite(row.get("advantage"))
-            values = dict(row, text=str(row.get("text") or ""), p=p, advantage=advantage)
+            rewards = row.get("rewards") if isinstance(row.get("rewards"), list) else []
+            rewards = [finite(reward) for reward in [*rewards, None, None, None][:3]]
+            values = dict(row, text=str(row.get("text") or ""), p=p, advantage=advantage, rewards=rewards)
             found["questions"].append([values.get(name) for name in QUESTION])
+    found["alike"] = alike([question[QUESTION.index("rewards")][1] for question in found["questions"]])
     return found
 
 

@@ -1,0 +1,256 @@
+"""The pages of docs/site: one annotated page per paper, and the loop with a glossary.
+
+    python -m tools.pages            # or: make pages
+
+Nothing is said twice: ideas, equations in words, worked examples and readings are lifted from docs/*.md, code
+and what it says of itself from the scripts, figures from docs/results.md. What can only be written by hand
+(TeX, reasons of the diff's hunks, exercises) stands in templates/pages/*.toml. The pages need no network.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import inspect
+import io
+import re
+import tokenize
+import tomllib
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+import common
+from tools import explain
+from tools.diffs import ROOT, names_of
+
+SITE, TEMPLATES = ROOT / "docs" / "site", Path(__file__).parent / "templates"
+SCRIPTS = ["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl"]
+# One vote for the front page: eight responses, their answers and mean token entropies; 91 is right.
+ANSWERS = ["91", "91", "91.0", "182/2", "73", "73", "38", None]
+ENTROPIES = [0.20, 0.22, 0.25, 0.35, 0.30, 0.34, 0.55, 0.60]
+PHRASES = [[1, 0], [1, 0], [1, 0], [0.6, 0.8], [0.8, 0.6], [0.8, 0.6], [0, 1], [1, 0]]  # "embeddings"
+
+
+# -------------------------------------------------- text --------------------------------------------------
+def markdown(text: str) -> Markup:
+    """HTML of what stands in docs/*.md: links lead from the folder below, wide tables scroll."""
+    def moved(link: re.Match) -> str:
+        page, _, place = link[1].partition("#")
+        if page.removesuffix(".md") in SCRIPTS:
+            return f'href="{page[:-3]}.html"'
+        return f'href="{link[1] if "://" in page or page.endswith(".html") else "../" + link[1]}"'
+
+    text = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    text = re.sub(r'href="([^"]+)"', moved, text).replace("\n\n</code>", "\n</code>")
+    return Markup(text.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>"))
+
+
+def math(tex: str, display: str = "block") -> Markup:
+    return Markup(convert(tex, display=display))
+
+
+def prose(text: str) -> Markup:
+    """Markdown with $TeX$ in it."""
+    parts = re.split(r"\$([^$]+)\$", text)
+    text = markdown("".join(f"@{i}@" if i % 2 else part for i, part in enumerate(parts)))
+    for i in range(1, len(parts), 2):
+        text = text.replace(f"@{i}@", math(parts[i], "inline"))
+    return text
+
+
+def section(page: str, heading: str = "") -> str:
+    """What stands in docs/PAGE.md under a heading; without one, before the first."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    return dict(zip(["", *parts[1::2]], parts[::2]))[heading].strip()
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of the last Markdown table in a text; the header first."""
+    rows = [line for line in text.splitlines() if re.match(r"\|(?!---)", line)]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+# -------------------------------------------------- code --------------------------------------------------
+@functools.cache
+def source(path: str) -> tuple[str, ...]:
+    return tuple((ROOT / path).read_text(encoding="utf-8").splitlines())
+
+
+@functools.cache
+def comments(path: str) -> dict[int, int]:
+    """{line: column} of a file's comments."""
+    tokens = tokenize.generate_tokens(io.StringIO("\n".join(source(path))).readline)
+    return {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
+
+
+def code(path: str, numbers: list[int]) -> Markup:
+    """These lines of a file, as far left as they go, each number a link to the line; comments dim."""
+    margin = min(len(line) - len(line.lstrip()) for n in numbers if (line := source(path)[n - 1]))
+    shown = []
+    for n in numbers:
+        line, column = source(path)[n - 1], comments(path).get(n, 999)
+        shown.append(Markup('<a href="../../{}#L{}">{:>4}</a>  {}<i>{}</i>').format(
+            path, n, n, line[margin:column], line[column:]))
+    return Markup('<pre class="code">{}</pre>').format(Markup("\n").join(shown))
+
+
+def statements(path: str) -> dict[str, ast.stmt]:
+    """The functions, classes and constants of a file by name."""
+    return {name: node for node in ast.parse("\n".join(source(path))).body for name in names_of(node)}
+
+
+def function(module, name: str) -> dict | None:
+    """A function that a page's table names: its place, what its docstring says, its code without that."""
+    found = getattr(module, name.rpartition(".")[2], None)
+    if not inspect.isfunction(found):
+        return None
+    path = Path(inspect.getsourcefile(found)).relative_to(ROOT).as_posix()
+    node = statements(path)[found.__name__]
+    numbers = list(range(node.lineno, node.end_lineno + 1))
+    if ast.get_docstring(node):
+        text = node.body[0]
+        numbers = [n for n in numbers if not text.lineno <= n <= text.end_lineno]
+    says, _, example = (ast.get_docstring(node) or "").partition("\n>>>")
+    return dict(name=found.__name__, link=f"../../{path}#L{node.lineno}", says=says.strip().split("\n\n"),
+                order=(path, node.lineno), example=example and ">>>" + example, code=code(path, numbers))
+
+
+def steps(script: str) -> dict[int, list[int]]:
+    """The line numbers of main's seven steps, as its comments number them, without blank lines."""
+    node, found, step = statements(f"{script}.py")["main"], {}, 0
+    for n in range(node.lineno, node.end_lineno + 1):
+        if begins := re.match(r" {8}# (\d)\. ", source(f"{script}.py")[n - 1]):
+            step = int(begins[1])
+        if re.match(r" {8}", source(f"{script}.py")[n - 1]):
+            found.setdefault(step, []).append(n)
+    return found
+
+
+def hunks(script: str, reasons: dict[str, str]) -> list[dict]:
+    """The changes of main against ttrl.py, each with the reasons whose keys occur in it.
+
+    Raises ValueError if a hunk has none or a reason no hunk: the texts would no longer tell of this code."""
+    nodes = [(path, statements(path)["main"]) for path in ("ttrl.py", f"{script}.py")]
+    old, new = (source(path)[node.lineno - 1:node.end_lineno] for path, node in nodes)
+    diff = "\n".join(list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:])
+    parts, found, left = re.split(r"^@@ .*\+(\d+).*\n", diff, flags=re.MULTILINE), [], set(reasons)
+    for start, text in zip(parts[1::2], parts[2::2]):
+        lines = text.rstrip().split("\n")
+        changed = "\n".join(line for line in lines if line[0] in "+-")
+        keys = [key for key in reasons if key in changed]
+        if not keys:
+            raise ValueError(f"pages/{script}.toml has no reason for this hunk of main:\n{changed}")
+        left -= set(keys)
+        link = f"../../{script}.py#L{nodes[1][1].lineno + int(start) - 1}"
+        found.append(dict(link=link, lines=lines, why=[prose(reasons[key]) for key in keys]))
+    if left:
+        raise ValueError(f"pages/{script}.toml has reasons without a hunk: {', '.join(sorted(left))}")
+    return found
+
+
+# -------------------------------------------------- pages --------------------------------------------------
+def content(name: str) -> dict:
+    return tomllib.loads((TEMPLATES / f"pages/{name}.toml").read_text(encoding="utf-8"))
+
+
+def equations(script: str, own: dict) -> list[dict]:
+    """The rows of the page's table beside the functions, or the steps of main, that compute them."""
+    module, blocks, unused = importlib.import_module(script), {}, set(own["tex"])
+    lifted = section(script, own.get("table", "Equations"))
+    for label, says, names in table(lifted)[1:]:
+        entry = dict(label=label, says=markdown(says), tex=[math(tex) for tex in own["tex"].get(label, [])])
+        unused.discard(label)
+        for name in re.findall(r"`([\w.]+)`", names):
+            made = function(module if hasattr(module, name) else common, name)
+            if name == "main":
+                step = own.get("steps", {}).get(label, 6)
+                made = dict(name=f"main, step {step}", order=("~", step), says=[], example="")
+                made |= dict(link=f"../../{script}.py#L{steps(script)[step][0]}")
+                made["code"] = code(f"{script}.py", steps(script)[step])
+            if made:
+                blocks.setdefault(made["name"], dict(made, rows=[]))["rows"].append(entry)
+    if unused:
+        raise ValueError(f"pages/{script}.toml has TeX for what docs/{script}.md does not name: {unused}")
+    return sorted(blocks.values(), key=itemgetter("order"))
+
+
+def options(script: str) -> list[tuple[str, str, str]]:
+    """(name, default, docstring) of the fields of the script's Args."""
+    fields, found = statements(f"{script}.py")["Args"].body, []
+    for field, text in zip(fields, fields[1:]):
+        if isinstance(field, ast.AnnAssign):
+            found.append((field.target.id, ast.unparse(field.value), inspect.cleandoc(text.value.value)))
+    return found
+
+
+def page(script: str) -> dict:
+    """What the template of a paper's page shows."""
+    own, known, here = content(script), statements("ttrl.py"), statements(f"{script}.py")
+    title, _, idea = section(script).partition("\n")
+    lifted = section(script, own.get("table", "Equations"))
+    measured = table(section("results").partition("Mean ")[0])
+    wanted = ["", "start", "gold GRPO", "TTRL", own["name"]]
+    shown = dict(script=script, title=title.removeprefix("# "), idea=markdown(idea))
+    shown["place"] = markdown(section(script, "Where it changes the loop").partition("\n| ")[0])
+    shown["remarks"] = "" if "table" in own else markdown(lifted.rpartition("|\n")[2])
+    shown |= dict(blocks=equations(script, own), example=markdown(section(script, "In numbers")))
+    shown["whole"] = Markup("").join(code("ttrl.py", numbers) for numbers in steps("ttrl").values())
+    shown |= dict(options=options(script), hunks=hunks(script, own.get("loop", {})))
+    shown["added"] = [name for name in here if name not in known]
+    shown["gone"] = [name for name in known if name not in here]
+    shown["toy"] = [row for row in measured if row[0] in wanted]
+    shown |= dict(wrong=prose(own["wrong"]), authors=prose(own["authors"]), exercises=own["exercise"])
+    return dict(shown, readings=markdown(section(script, "Readings")))
+
+
+def one_vote() -> dict:
+    """Eight responses under all six papers, by the functions of the scripts (tools/explain.py)."""
+    def embed(texts: list[str]) -> list[torch.Tensor]:
+        return [torch.nn.functional.normalize(torch.tensor(PHRASES[int(text or 7)]).float(), dim=0)
+                for text in texts]  # "": no answer
+
+    texts = [str(i) for i in range(len(ANSWERS))]
+    vote = explain.explain(explain.Vote("What is 7 * 13?", "91", texts, ANSWERS, ENTROPIES), embed)
+    header, rows = explain.cells(vote)
+    table = [[row[0], *row[2:]] for row in [header, *rows]]  # without the texts
+    return dict(table=table, sentences=vote.sentences)
+
+
+def build() -> dict[str, str]:
+    """{file name: HTML} of all pages."""
+    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)
+    shared = dict(scripts={name: content(name)["name"] for name in SCRIPTS}, prose=prose)
+    made = {f"{name}.html": pages.get_template("page.html").render(page(name), **shared) for name in SCRIPTS}
+    index = dict(own=content("index"), vote=one_vote(), steps=loop(), script="index")
+    return made | {"index.html": pages.get_template("index.html").render(index, **shared)}
+
+
+def loop() -> list[dict]:
+    """The seven steps of ttrl.py: number, what its comment says, a link."""
+    found = []
+    for step, numbers in steps("ttrl").items():
+        text = "\n".join(source("ttrl.py")[n - 1].strip() for n in numbers)
+        says = " ".join(re.findall("# *(.*)", re.match("(#.*\n)+", text)[0]))
+        found.append(dict(number=step, link=f"../../ttrl.py#L{numbers[0]}", says=says.partition(" ")[2]))
+    return found
+
+
+def main() -> None:
+    SITE.mkdir(exist_ok=True)
+    for name, text in build().items():
+        (SITE / name).write_text(text, encoding="utf-8")
+        print(SITE / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -243,8 +243,6 @@ class Question:
     p: float = 0.0
     answer: str | None = None
     """l(q), the majority answer of its solutions."""
-    rewards: list[float] | None = None
-    """R_q, R_dq, R_da."""
 
 
 def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
@@ -289,9 +287,8 @@ def reward_questions(questions: list[Question], args: Args) -> dict[str, float]:
     r_da = answer_diversity(labels)
     advantages = question_advantages(r_q, r_dq, r_da, args.rq * args.lambda_q, args.rdq * args.lambda_dq,
                                      args.rda * args.lambda_da)
-    each = torch.stack([r_q, r_dq, r_da], dim=1).tolist()
-    for q, advantage, rewards in zip(questions, advantages.tolist(), each):
-        q.rollout.advantage, q.rewards = advantage, rewards
+    for q, advantage, *rewards in zip(questions, *torch.stack([advantages, r_q, r_dq, r_da]).tolist()):
+        q.rollout.advantage, q.rollout.rewards = advantage, rewards
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
                 answer_diversity=float(r_da.mean()), filtered=common.mean(not q.kept for q in questions),
                 no_question=common.mean(not q.tokens for q in questions),
@@ -386,7 +383,8 @@ def main(args: Args) -> None:
 
         # 7. Log, evaluate, save a checkpoint.
         run.log_sample(questions=[dict(text=q.rollout.text, kept=q.kept, p=q.p, answer=q.answer,
-                                       rewards=q.rewards, advantage=q.rollout.advantage) for q in questions])
+                                       rewards=q.rollout.rewards, advantage=q.rollout.advantage)
+                                  for q in questions])
         run.end_step(question_metrics)
     run.finish()
 

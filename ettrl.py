@@ -176,10 +176,9 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 
 def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
     """The response that follows the trunk up to (not including) `position` and the branch from there on."""
-    leaf = Rollout(trunk.prompt_ids, trunk.response_ids[:position] + branch.response_ids,
-                   torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished)
-    leaf.trunk, leaf.fork_position = trunk, position  # for the log
-    return leaf
+    return Rollout(trunk.prompt_ids, trunk.response_ids[:position] + branch.response_ids,
+                   torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished,
+                   forked=(trunk, position))
 
 
 def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:

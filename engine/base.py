@@ -62,6 +62,8 @@ class Rollout:
     """NaN: not set yet. Everything that is trained needs one."""
     mask: torch.Tensor | None = None
     """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
+    forked: tuple[Rollout, int] | None = None
+    """(the response whose beginning this one shares, the first position of its own), for the log."""
 
     @property
     def length(self) -> int:

@@ -277,6 +277,6 @@ def add_tokens(rows: list[dict], responses: list, tokenizer, last: int = 200) ->
             break
     trunks = [id(r) for r in responses]
     for row, r in zip(rows, responses):
-        if trunk := getattr(r, "trunk", None):
-            t = r.fork_position
+        if r.forked:
+            trunk, t = r.forked
             row["fork"] = [trunks.index(id(trunk)), t, *texts([trunk.response_ids[t], r.response_ids[t]])]

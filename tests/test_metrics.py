@@ -223,7 +223,7 @@ def test_tokens_and_forks_of_a_sample_by_hand():
     made = [rollout("1"), rollout("2", length=3), rollout("3", length=3), rollout("4", length=2)]
     made[1].response_ids, made[2].response_ids = [5, 6, 7], [5, 8, 9]
     made[1].entropy = made[3].entropy = torch.tensor([0.123, 1.0, 0.5])
-    made[2].trunk, made[2].fork_position = made[1], 1
+    made[2].forked = (made[1], 1)
     rows, tokenizer = [{} for _ in made], SimpleNamespace(batch_decode=decoded)
     add_tokens(rows, made, tokenizer, last=2)
     assert rows == [{}, dict(token_entropy=[("<6>", 1.0), ("<7>", 0.5)]), dict(fork=[1, 1, "<6>", "<8>"]), {}]

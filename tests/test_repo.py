@@ -150,7 +150,8 @@ LINES = {
         + run.log_tokens((1 - question_T) * weight_T, kl=kl_T, entropy=entropy_T,
         - run.end_step()
         + run.log_sample(questions=[dict(text=q.rollout.text, kept=q.kept, p=q.p, answer=q.answer,
-        + rewards=q.rewards, advantage=q.rollout.advantage) for q in questions])
+        + rewards=q.rollout.rewards, advantage=q.rollout.advantage)
+        + for q in questions])
         + run.end_step(question_metrics)""",
     "examples.tis": """
         - loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)

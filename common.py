@@ -39,6 +39,7 @@ from engine.plain import PlainSampler
 from engine.policy import Policy
 from engine.run import Plumbing, check_answer, check_trained
 from engine.setup import engine_errors, has_vllm
+from engine.smollm2 import smollm2_folder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -56,15 +57,17 @@ TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkp
 @dataclass
 class Args:
     model: str = ""
-    """Hub id or local folder of a causal language model. Empty: the built-in toy, with its own defaults."""
+    """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
+    comes as a package (docs/real.md), both with defaults of their own."""
     dataset: str = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, or a json, jsonl, csv or parquet file."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
-    prompt: Literal["system", "suffix", "plain"] = "system"
-    """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no template."""
+    prompt: str = "system"
+    """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
+    Or a file: turns with {question} in the last (examples/prompts)."""
     show_prompt: bool = False
     """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
     seed: Seed = 1
@@ -285,7 +288,8 @@ class Run(Plumbing):
         """Another task than mathematics: same_answer (see Problem), used by votes, metrics and evaluation;
         read_answer(text, problem) -> the answer in a response, or None. Both the same on every rank."""
         self.read_answer = read_answer
-        self.prepare(args, args.model or TOY_MODEL, train, same_answer)
+        model = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
+        self.prepare(args, model, train, same_answer)
         self.policy = self.reference = self.optimizer = None
         if train:
             self.announce("loading", f"Reading the weights of {self.model_path}")

@@ -35,7 +35,7 @@ TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy", max_prompt_tokens=12
 @dataclass
 class Args:
     model: str = ""
-    """Hub id or local folder; empty: the built-in toy."""
+    """Hub id or local folder; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy"] = "ttrl"
@@ -50,8 +50,8 @@ class Args:
     """They are drawn from so many of the likeliest tokens; 0: from all."""
     max_new_tokens: int | None = None
     """Length limit of a response."""
-    prompt: Literal["system", "suffix", "plain"] | None = None
-    """system: instruction as system turn. suffix: after the question. plain: no chat template."""
+    prompt: str | None = None
+    """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
     max_prompt_tokens: int = 1024
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False

@@ -31,7 +31,6 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 import math
 from dataclasses import dataclass
 from statistics import mean
-from typing import Literal
 
 import torch
 
@@ -43,7 +42,7 @@ from common import majority
 class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature, and that of log-probs and entropies (section 4.1; Qwen2.5-Math: 1.0)."""
-    prompt: Literal["system", "suffix", "plain"] = "suffix"
+    prompt: str = "suffix"
     """suffix: SCRL's for general models; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
     tau_pos: common.Share = 0.375
     """tau_pos of Eq. 4 (section 4.1; Table 5): the smallest share with which a majority is a label."""

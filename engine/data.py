@@ -94,6 +94,9 @@ BENCHMARKS = {
 }
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = {"toy": "train.jsonl", "toy_test": "test.jsonl", "toy_ood": "ood.jsonl"}
+# Made with --model smollm2 (engine/smollm2.py)
+TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.jsonl",
+         "smollm2_ood": "../smollm2/ood.jsonl"}
 FILES = (".json", ".jsonl", ".csv", ".parquet")
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
 ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth target expected_answer "
@@ -272,13 +275,44 @@ def _reason(error: Exception) -> str:
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
 STYLES = ("system", "suffix", "plain")
+ROLES = ("system", "user", "assistant")
 _CUT = "\ufdd0"  # Unicode keeps this code point for programs' own use: no text has it
+
+
+@lru_cache
+def read_template(path: str) -> list[tuple[str, str]]:
+    """The turns (role, text) of a prompt template; one turn of role "" if it is plain text, for base models.
+
+    A line [system], [user] or [assistant] begins a turn. {question} stands in the last, a user turn; worked
+    examples are turns before it. Raises UserError for anything else."""
+    wrong = f"--prompt is '{path}', but must be system, suffix, plain or a template file"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{wrong}: {_reason(error)}.") from None
+    before, *parts = re.split(rf"^\[({'|'.join(ROLES)})\][ \t]*$", text, flags=re.MULTILINE)
+    turns = [(role, part.strip()) for role, part in zip(parts[::2], parts[1::2])]
+    if not turns:
+        turns = [("", before.rstrip("\n"))]
+    elif before.strip():
+        raise UserError(f"{wrong}: the text before the first line [role] belongs to no turn.")
+    roles = [role for role, _ in turns]
+    if "{question}" not in turns[-1][1] or roles[-1] not in ("user", ""):
+        raise UserError(f"{wrong} with {{question}} in its last turn, a [user] turn.")
+    if "system" in roles[1:]:
+        raise UserError(f"{wrong} whose [system] turn, if any, comes first.")
+    return turns
+
+
+def uses_chat_template(style: str) -> bool:
+    """Whether prompts of this --prompt have turns; else they are plain text. Raises UserError."""
+    return style in ("system", "suffix") or style != "plain" and read_template(style)[0][0] != ""
 
 
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may
     add a system turn: see --show_prompt."""
-    if style == "plain":
+    if not uses_chat_template(style):
         return tokenizer.encode(text + "\n\n")
     return tokenizer.encode(_chat(tokenizer, text), add_special_tokens=False)
 
@@ -287,14 +321,16 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
     system: the instruction is the system turn. suffix: it follows the question (SCRL). plain: no chat
-    template, for base models. Raises UserError if the chat template fails."""
+    template, for base models. Else the path of a template (read_template). Raises UserError if the chat
+    template fails."""
     if max_tokens and len(question) > 20 * max_tokens:  # not tokenized: no text has 20 characters a token
         return []
     # A special token in a question is text, so that no data set can end the user's turn: it is cut in two,
     # and the pieces are tokenized one by one. Without one there is one piece, tokenized as always.
     question = _special_tokens(tokenizer).sub(_cut, question)
     first, *rest = _prompt_text(tokenizer, question, style).split(_CUT)
-    ids = tokenizer.encode(first, add_special_tokens=style == "plain")  # a template brings its own
+    # a chat template brings its own
+    ids = tokenizer.encode(first, add_special_tokens=not uses_chat_template(style))
     for piece in rest:
         ids += tokenizer.encode(piece, add_special_tokens=False)
     return ids if not max_tokens or len(ids) <= max_tokens else []
@@ -320,6 +356,11 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
         return f"Question: {question}\n{SYSTEM}\nAnswer:"
     if style == "suffix":
         return _chat(tokenizer, question + SUFFIX)
+    if style not in STYLES:
+        turns = []
+        for role, text in read_template(style):
+            turns.append({"role": role, "content": text.replace("{question}", question)})
+        return _apply(tokenizer, turns) if uses_chat_template(style) else turns[0]["content"]
     try:
         text = _chat(tokenizer, question, SYSTEM)
     except UserError:  # Gemma's: "System role not supported"
@@ -335,6 +376,10 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
 def _chat(tokenizer, user: str, system: str = "") -> str:
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user})
+    return _apply(tokenizer, turns)
+
+
+def _apply(tokenizer, turns: list[dict]) -> str:
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:

@@ -15,9 +15,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     Few large engine calls (about 8,192 responses per rank), each stored with the run as it ends, so that a
     killed run goes on. What is stored is used only if all that it depends on is the same (`depends`)."""
     args, path = run.args, run.out / "initial_votes.jsonl"
-    questions = [p.question for p in run.problems]
-    depends = [run.model_path, questions, args.votes, args.seed, args.temperature, args.prompt,
-               args.max_new_tokens]
+    prompts = [p.prompt_ids for p in run.problems]
+    depends = [run.model_path, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     stored = []
     if run.rank == 0 and args.resume and path.exists():

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import tyro
 
 from engine.base import UserError, distributed, gather
+from engine.smollm2 import SMOLLM2
 
 
 # ------------------------------------------------------- ranges ---------------------------------------------
@@ -69,18 +70,25 @@ def out_of_range(args) -> list[str]:
 
 # ---------------------------------------------------- command line ------------------------------------------
 def parse(args_class: type, toy: dict):
-    """Command line -> args. Defaults: the toy's without --model, with --resume those of the run resumed."""
+    """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
+    with --resume those of the run resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in sys.argv[1:] if a.startswith("--")}
-    is_toy = not given & {"model", "help"} and "-h" not in sys.argv
-    default = args_class(**toy) if is_toy else args_class()
-    args = tyro.cli(args_class, default=default, description=description)
+    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    model = dict(zip(words, [*words[1:], ""])).get("--model")
+    overrides = {}
+    if model in (None, "smollm2") and not {"-h", "--help"} & set(words):
+        overrides = dict(toy)
+        for name, value in SMOLLM2.items() if model else ():
+            if name in args_class.__dataclass_fields__ and toy.get(name) != "":  # no --dataset: Dynamic RL
+                overrides[name] = value
+    args = tyro.cli(args_class, default=args_class(**overrides), description=description)
     if getattr(args, "resume", False):
         return parse_resumed(args_class, args, description)
-    if is_toy and int(os.environ.get("RANK", 0)) == 0:
-        overrides = " ".join(f"--{k} {v}" for k, v in toy.items() if k not in given)
-        print("No --model given, so this runs the built-in toy with these overrides of the paper's values:\n"
-              f"  {overrides}", flush=True)
+    if overrides and int(os.environ.get("RANK", 0)) == 0:
+        which = "--model smollm2 runs" if model else "No --model given, so this runs the built-in toy"
+        given = {word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if k not in given)
+        print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
     return args
 
 

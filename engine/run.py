@@ -96,7 +96,8 @@ class Plumbing:
         self.device, self.rank, self.world_size = start_processes()
         bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
-        self.engine = args.sampler if args.sampler != "auto" else "vllm" if has_vllm() else "hf"
+        vllm = args.sampler == "vllm" or args.sampler == "auto" and self.device.type != "mps" and has_vllm()
+        self.engine = "vllm" if vllm else "hf"
         if args.plain:
             self.engine = "plain"
         self._check_plan()
@@ -345,11 +346,15 @@ class Plumbing:
 
     def _warn(self, metrics: dict[str, float]) -> None:
         """Say aloud what makes a run pointless and is easy to mend."""
-        if self.groups and metrics.get("answered", 1.0) == 0:
-            text = self.groups[0]["responses"][0].text
-            self.folder.warn("no response has an answer in \\boxed{}, so nothing is learned; is --prompt "
-                             "right for this model (--show_prompt), is --max_new_tokens enough? One response "
-                             f"ends: {text[-200:]!r}")
+        responses = [response for group in self.groups for response in group["responses"]]
+        silent = [response.text for response in responses if response.answer is None]
+        if len(silent) > len(responses) / 2:
+            share, cut = 1 - len(silent) / len(responses), metrics.get("truncated", 0.0)
+            self.folder.warn(
+                f"only {share:.0%} of the responses have an answer in \\boxed{{}}, so little is learned. "
+                "Either --prompt does not bring this model to box its answer (--show_prompt shows it; small "
+                "models need worked examples: examples/prompts/few_shot.txt), or --max_new_tokens is too "
+                f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
         elif metrics.get("truncated", 0.0) > 0.5:
             share = metrics["truncated"]
             self.folder.warn(f"{share:.0%} of the responses were cut off; raise --max_new_tokens.")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from engine.base import UserError
+from engine.data import uses_chat_template
 from engine.options import script_name
 
 
@@ -94,7 +95,7 @@ def read_tokenizer(path: str, config, args):
     except Exception as error:
         raise UserError(f"--model is '{path}', but must be a Hub id or a folder with a model and its "
                         f"tokenizer: {first_line(error)}") from None
-    if args.prompt != "plain" and not tokenizer.chat_template:
+    if uses_chat_template(args.prompt) and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
     vocabulary = config.get_text_config().vocab_size
@@ -139,8 +140,9 @@ def start_processes() -> tuple[torch.device, int, int]:
         raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
                         f"this torch (CUDA {torch.version.cuda}): nvidia-smi shows its version.")
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")  # mps: not tried by us
     if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda) and not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:

@@ -155,7 +155,7 @@ def test_names_that_are_no_data_set(tmp_path):
         with pytest.raises(UserError, match=rf"^there is no file .*{name}\.$"):
             load_problems(str(tmp_path / name))
     for name in ("math5000", "", str(tmp_path / "a.txt")):
-        words = rf"unknown data set '{name}': known are math500, .* toy_ood, a Hub id"
+        words = rf"unknown data set '{name}': known are math500, .* toy_ood, .*, a Hub id"
         with pytest.raises(UserError, match=words):
             load_problems(name)
 
@@ -358,6 +358,51 @@ def test_ids_are_the_templates_own(tokenizer):
         assert encode_prompt(tokenizer, question) == own(("system", SYSTEM), ("user", question))
         assert encode_prompt(tokenizer, question, "suffix") == own(("user", question + SUFFIX))
         assert encode_prompt(tokenizer, question, "plain") == plain
+
+
+TURNS = "[system]\nBox it.\n[user]\n1+1?\n[assistant]\n\\boxed{2}\n\n[user]\nNow: {question}\n"
+
+
+def test_a_template_file_has_turns_or_is_plain_text(tokenizer, tmp_path):
+    file = tmp_path / "template.txt"
+    for text, expected in {
+            TURNS: "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+                   "<|im_start|>assistant\n\\boxed{2}<|im_end|>\n"
+                   "<|im_start|>user\nNow: 2+2?<|im_end|>\n<|im_start|>assistant\n",
+            "Q: 1+1? A: \\boxed{2}\nQ: {question} A:\n": "Q: 1+1? A: \\boxed{2}\nQ: 2+2? A:"}.items():
+        file.write_text(text)
+        data.read_template.cache_clear()
+        assert show_prompt(tokenizer, encode_prompt(tokenizer, "2+2?", str(file))) == expected
+    assert data.encode_alone(tokenizer, "Hi", str(file)) == tokenizer.encode("Hi\n\n")
+    tokenizer.chat_template = None  # a base model's
+    assert encode_prompt(tokenizer, "2+2?", str(file))
+    data.read_template.cache_clear()
+
+
+def test_special_tokens_in_a_question_are_text_in_a_template_too(tokenizer, tmp_path):
+    file = tmp_path / "template.txt"
+    file.write_text(TURNS)
+    ids = encode_prompt(tokenizer, INJECTION, str(file))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == 4 and INJECTION in show_prompt(tokenizer, ids)
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "template file: "), ("[user]\nHi\n", "with {question} in its last turn"),
+    ("[user]\n{question}\n[assistant]\nSo", "with {question} in its last turn"),
+    ("[user]\n{question}\n[assistant]\n{question}", "a [user] turn"),
+    ("Hi\n[user]\n{question}", "the text before the first line [role]"),
+    ("[user]\nHi\n[system]\nBox.\n[user]\n{question}", "whose [system] turn, if any, comes first"),
+    ("Hi", "with {question} in its last turn"), (b"\xff{question}", "template file: ")])
+def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text, words):
+    file = tmp_path / "template.txt"
+    if text:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as error:
+        encode_prompt(tokenizer, "1+1?", str(file))
+    said = str(error.value)
+    assert said.startswith(f"--prompt is '{file}', but must be system, suffix, plain or a template file")
+    assert words in said and "\n" not in said
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -321,6 +321,9 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("dynamic_rl", "--max_prompt_tokens 3 --eval=", "z_0 has "),
     ("evaluate", "--benchmarks nothing", "unknown data set 'nothing'"),
     ("evaluate", "--benchmarks=", "--benchmarks is empty; name at least one benchmark."),
+    ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file: "),
+    ("evaluate", "--prompt /proc/version", "--prompt is '/proc/version', but must be system, suffix, plain "
+     "or a template file with {question} in its last turn, a [user] turn."),
     # models, folders
     ("ttrl", "--model nowhere", "--model is 'nowhere', but must be a Hub id or a folder with a model "),
     ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model and "

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -572,6 +573,25 @@ def bare_run(**overrides):
     run = object.__new__(common.Run)
     run.args, run.step, run.trained = common.Args(**overrides), 1, []
     return run
+
+
+def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
+    said, answers = [], [None, "1", None, None]
+    run = bare_run()
+    run.folder = SimpleNamespace(warn=said.append)
+    run.groups = [dict(responses=[SimpleNamespace(answer=a, text=f"so {a}") for a in answers])]
+    run._warn(dict(truncated=0.75))
+    assert len(said) == 1 and said[0].startswith("only 25% of the responses have an answer in \\boxed{}")
+    for words in ("--prompt", "--show_prompt", "--max_new_tokens", "75% were cut off", "'so None'"):
+        assert words in said[0]
+    run.groups[0]["responses"][0].answer = "1"  # half of them
+    run._warn(dict(truncated=0.4))
+    assert len(said) == 1
+    run._warn(dict(truncated=0.75))
+    assert "75% of the responses were cut off; raise --max_new_tokens." == said[1]
+    run.groups = []  # Dynamic RL without a usable question
+    run._warn({})
+    assert len(said) == 2
 
 
 def test_learning_rate_by_hand():

@@ -117,6 +117,8 @@ def test_jobs_have_the_methods_flags_and_the_runs():
         for command in variants.values():
             assert (ROOT / job(Path("/x"), command=command).script()).exists()
     assert len(compare.SETS["examples"]) == 1 + len(diffs.EXAMPLES)
+    real = job(Path("/x/TTRL"), command=compare.SETS["smollm2"]["TTRL"]).wanted()
+    assert real["eval"] == "smollm2,smollm2_test,smollm2_ood" and real["eval_every"] == "0"
 
 
 def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):

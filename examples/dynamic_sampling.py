@@ -76,7 +76,7 @@ def full_batch(run, args: Args) -> tuple[list[common.Problem], list[list[common.
         run.state["drawn"] = run.state.get("drawn", 0) + 1
         prompts = run.next_prompts(run.state["drawn"])
         for prompt, responses in zip(prompts, run.sample(prompts, args.votes)):
-            if prompt.id not in kept and teaches(run, prompt, responses, args):
+            if teaches(run, prompt, responses, args):  # asked again in a step, it answers the same
                 kept[prompt.id] = (prompt, responses)
         if len(kept) >= args.prompts_per_batch:
             break

@@ -110,8 +110,7 @@ def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: fl
     of_class, average = answer_entropies(classes, entropies)
     negatives = set()
     for c, count in counts.items():
-        uncertain = of_class[c] >= average or not entropy_gate
-        if c != positive and count / n < tau_neg and uncertain:
+        if c != positive and count / n < tau_neg and (of_class[c] >= average or not entropy_gate):
             negatives.add(c)
     return positive, negatives
 

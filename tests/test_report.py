@@ -417,7 +417,7 @@ def test_page_shows_tokens_tree_and_bands(tmp_path):
     report.write_report([run], run / "report.html")
     document, console = browse(run / "report.html", tmp_path, "#step=1")
     assert console == [] and "Most novel of the majority" in document
-    assert re.findall(r'style="background: [^"]+" title="0.90 nats">&lt;b&gt;so<', document)
+    assert re.findall(r'title="0.90 nats" style="background: [^"]+">&lt;b&gt;so<', document)
     assert "number 1: 7" in document and "at token 2 of 9: " in document
     assert '<code class="">" &lt;i&gt;"</code>' in document and document.count("<circle") == 3
     document, console = browse(run / "report.html", tmp_path, "#step=2")

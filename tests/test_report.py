@@ -236,10 +236,10 @@ def test_report_gives_scrls_reason_for_a_negative_label():
 
 def test_report_names_evol_rls_most_novel_responses():
     rows = [response("a", "6", 0, reward=0.5), response("b", "6", 0, reward=0.9),
-            response("c", "8", 1, reward=-0.75), response("d", None, None, reward=-1.0)]
+            response("c", "8", 1, reward=-1.0), response("d", None, None, reward=-1.0)]
     said = report.bands(report.vote_of(logged(1, rows)))
     assert said == (" Most novel of the majority, 0.5 to 1: number 2 with 0.90."
-                    " Most novel of the others, -1 to -0.5: number 3 with -0.75.")
+                    " Most novel of the others, -1 to -0.5: number 3 with -1.00.")
 
 
 def test_report_says_how_alike_questions_are():

@@ -35,7 +35,8 @@ MODELS = {  # Hub id: a shape of tools/simulate_memory.py, or the same numbers, 
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "llama-3.1-8b",
     "deepseek-ai/deepseek-math-7b-instruct": ("llama", 4096, 11008, 30, 32, 32, 128, 102400, False),
     "mistralai/Mistral-Nemo-Instruct-2407": ("mistral", 5120, 14336, 40, 32, 8, 128, 131072, False),
-    "mistralai/Ministral-8B-Instruct-2410": ("mistral", 4096, 12288, 36, 32, 8, 128, 131072, False)}
+    "mistralai/Ministral-8B-Instruct-2410": ("mistral", 4096, 12288, 36, 32, 8, 128, 131072, False),
+    "smollm2": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True)}
 
 
 # ------------------------------------------------ the command line -----------------------------------------

@@ -34,7 +34,7 @@ from engine.data import Problem, encode_alone, encode_prompt, load_problems  # n
 from engine.hf_sampler import HFSampler
 from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
-from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
+from engine.options import Positive, PositiveShare, Samples, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler
 from engine.policy import Policy
 from engine.run import Plumbing, check_answer, check_trained
@@ -138,7 +138,7 @@ class Args:
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those at the start and at the end; 0: only these two."""
-    eval_samples: Count = 16
+    eval_samples: Samples = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
     """0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3, EVOL-RL Table 3: 0.6)."""
@@ -169,6 +169,9 @@ class Args:
         if self.train_samples > self.responses_per_prompt():
             bad.append(f"--train_samples is {self.train_samples}, but must be at most "
                        f"{self.responses_per_prompt()}, the responses per prompt: they are what is trained.")
+        if self.responses_per_prompt() > 2**16:  # seed_of
+            bad.append(f"--votes (ETTRL: its tree) makes {self.responses_per_prompt()} responses per prompt, "
+                       "but their seeds have room for 65536; give fewer.")
         sequences = self.prompts_per_batch * self.train_samples
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
@@ -299,6 +302,7 @@ class Run(Plumbing):
             if args.kl_coef:
                 self.reference = self.load_policy(trainable=False)  # frozen: the initial model
         self.sampler = self.load_sampler()
+        self.phase(None)  # loaded
         torch.manual_seed(args.seed)  # building a vLLM engine re-seeds the process
 
     def load_policy(self, trainable: bool) -> Policy:
@@ -349,6 +353,9 @@ class Run(Plumbing):
             return []
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
         self.measure("sampling")
+        if any(response.logprobs.isnan().any() for group in groups for response in group):
+            raise UserError(f"--model is '{self.model_path}', but tokens have the probability NaN: it, or "
+                            "the checkpoint, holds NaN or infinite weights.")
         for (problem, _), group in zip(work, groups):
             self.decode(group, problem)
         return groups

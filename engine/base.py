@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -96,6 +97,18 @@ def gather(item) -> list:
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Print a line on rank 0, and only the first time."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
 
 
 def sharded(items: list, work, per_engine: int = 1) -> list:

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, distributed, gather, rank_and_ranks, sync_folder, write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, sync_folder
+from engine.base import write_atomically
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -106,7 +107,7 @@ def reason_of(error: BaseException) -> str:
     """One line: the first of the error, or of the first rank's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
@@ -118,7 +119,10 @@ def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
         step, script, error = 0, {}, None
         try:
             state = json.loads((folder / "state.json").read_text())
-            step, script = int(state["step"]), dict(state.get("script", {}))
+            step, script = int(folder.name[5:]), dict(state.get("script", {}))
+            files = {f.name for f in folder.glob("*.safetensors") if f.is_file()}
+            if state["step"] != step or state["files"].keys() != files:
+                raise ValueError("state.json tells of another step or other files")
             mine = sorted(state["files"].items())[rank::ranks]
             wrong = [name for name, stored in mine if checksum(folder / name) != stored]
             reader = HuggingFaceStorageReader(str(folder))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.answers import equivalence_classes, extract_answer, normal_gold
-from engine.base import UserError, seed_of
+from engine.base import UserError, say_once, seed_of
 
 
 @dataclass
@@ -122,6 +123,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     question = question_field or benchmark.question or _first(QUESTION_FIELDS, columns)
     named = answer_field or benchmark.answer
     answer = named or _first(ANSWER_FIELDS, columns)  # rows need not have one that is only found
+    if question and question == answer:
+        raise UserError(f"{source}: column '{question}' cannot be question and answer; name the other one.")
     if not question:
         raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
                         f"--question_field.")
@@ -137,10 +140,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         gold, choices, right = row.get(answer) if answer else None, [], None
         if GPQA[1] in needed:
             choices, right = [row[column] for column in GPQA], 0
-        elif isinstance(row.get("choices"), list):  # MMLU: which one, counted from 0; elsewhere: its letter
+        elif answer and isinstance(row.get("choices"), list):  # MMLU: counted from 0; elsewhere: its letter
             choices, right = row["choices"], "ABCD".index(gold) if gold in list("ABCD") else gold
             if len(choices) > 4 or right not in range(len(choices)):
                 raise UserError(f"{where}: column '{answer}' must name the right one of at most 4 choices.")
+        if None in choices:
+            raise UserError(f"{where}: one of its choices is missing.")
         if choices:  # GPQA's first is right: shuffled, with a seed of the question's own, alike in every run
             order = random.Random(seed_of("choices", text)).sample(range(len(choices)), len(choices))
             lines = [f"{letter}. {str(choices[i]).strip()}" for letter, i in zip("ABCD", order)]
@@ -190,7 +195,7 @@ def _gold(value, exact: bool = False) -> str | None:
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")
     values = value if isinstance(value, list) else [value]
-    values = [v for v in values if v is not None and v == v and str(v).strip()]
+    values = [v for v in values if v is not None and v == v and str(v).strip() and not isinstance(v, list)]
     if not values:
         return None
     value = values if len(values) > 1 else values[0]
@@ -203,7 +208,8 @@ def _read(name: str) -> tuple[list[dict], str]:
     kind, source, hint = path.suffix.lower(), str(path), ""
     if kind in FILES and not path.is_file():
         raise UserError(f"there is no file {path}.")
-    if name not in BENCHMARKS and kind not in FILES and ("/" not in name or path.is_file()):
+    if name not in BENCHMARKS and kind not in FILES and (
+            "/" not in name or path.is_file() or name[0] in "/.~" and not path.is_dir()):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
                         f"owner/name, or a local {', '.join(FILES[:-1])} or {FILES[-1]} file.")
     try:
@@ -328,7 +334,10 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     # A special token in a question is text, so that no data set can end the user's turn: it is cut in two,
     # and the pieces are tokenized one by one. Without one there is one piece, tokenized as always.
     question = _special_tokens(tokenizer).sub(_cut, question)
-    first, *rest = _prompt_text(tokenizer, question, style).split(_CUT)
+    text = _prompt_text(tokenizer, question, style)
+    if max_tokens and len(text) > 100 * max_tokens:  # a template can make a long text of a short question
+        return []
+    first, *rest = text.split(_CUT)
     # a chat template brings its own
     ids = tokenizer.encode(first, add_special_tokens=not uses_chat_template(style))
     for piece in rest:
@@ -368,9 +377,24 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
     # A template that drops the system turn and names that role does so on purpose, as the toy's does.
     if not text or SYSTEM not in text and "system" not in str(tokenizer.chat_template):
         text = _chat(tokenizer, f"{SYSTEM}\n\n{question}")
-        _say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
+        say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
                   f"before the question, in the user turn")
     return text
+
+
+@contextlib.contextmanager
+def _at_most(seconds: int):
+    """Raises TimeoutError within it when they are over (in the main thread, which alone gets signals)."""
+    def stop(number, frame):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _chat(tokenizer, user: str, system: str = "") -> str:
@@ -381,16 +405,14 @@ def _chat(tokenizer, user: str, system: str = "") -> str:
 
 def _apply(tokenizer, turns: list[dict]) -> str:
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        with _at_most(10):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if not all(turn["content"].strip() in text for turn in turns if turn["role"] == "user"):
+            raise ValueError("it leaves out the question")
+        return text
     except Exception as error:
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({_reason(error)}); mend it or "
                         f"give --prompt plain.") from None
-
-
-@lru_cache
-def _say_once(text: str) -> None:
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(text, flush=True)
 
 
 def show_prompt(tokenizer, prompt_ids: list[int]) -> str:

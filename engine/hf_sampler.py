@@ -5,18 +5,17 @@ engine/plain.py draws the same tokens with transformers' own `generate`; nothing
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Rollout
+from engine.base import Request, Rollout, say_once
+from engine.policy import load_model
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -125,9 +124,8 @@ class HFSampler:
 
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
-        load = AutoModelForCausalLM.from_pretrained
         # sharing prompts is tried in float32, on the CPU: half precision would hide a difference
-        self.model = load(model, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+        self.model = load_model(model, trust_remote_code, torch.float32).eval()
         self.device = torch.device("cpu")
         self.stop_ids = torch.tensor([], dtype=torch.long)
         self.max_rows = min(1024, max(16, 2 ** 26 // self.model.config.get_text_config().vocab_size))
@@ -135,9 +133,9 @@ class HFSampler:
         self.shares = not reason
         if reason:
             kind = self.model.config.model_type
-            _print_once(f"The sampler copies a prompt for each of its samples: architecture {kind} {reason}.")
+            say_once(f"The sampler copies a prompt for each of its samples: architecture {kind} {reason}.")
         if dtype != torch.float32:
-            self.model = load(model, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+            self.model = load_model(model, trust_remote_code, dtype).eval()
             if self.shares:
                 self.model.set_attn_implementation("shared_prompt")
         self.model.to(device)
@@ -334,9 +332,3 @@ def _same(one: list[list[Rollout]], other: list[list[Rollout]]) -> bool:
         if a.response_ids != b.response_ids or not torch.allclose(a.logprobs, b.logprobs, atol=1e-3):
             return False
     return True
-
-
-@functools.cache
-def _print_once(text: str) -> None:
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(text, flush=True)

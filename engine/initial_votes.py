@@ -24,8 +24,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
         stored = [json_object(line) for line in lines]
     votes = {}
     for record in gather(stored)[0]:
-        if record.get("key") == key:
-            votes[record["id"]] = (record["answer"], record["votes"])
+        if record.get("key") == key and isinstance(record.get("votes"), int):
+            votes[record.get("id")] = (record.get("answer"), record["votes"])
     todo = [p for p in run.problems if p.id not in votes]
     if todo:
         run.sampler.load(run.policy.named_tensors(run.dtype))

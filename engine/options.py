@@ -9,7 +9,10 @@ import math
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
+import traceback
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from engine.base import UserError, distributed, gather
+from engine.base import UserError, distributed, first_line, gather
 from engine.smollm2 import SMOLLM2
 
 
@@ -47,6 +50,7 @@ class Between:
 
 
 Count = Annotated[int, Between(1)]
+Samples = Annotated[int, Between(1, 2**16)]  # seed_of has room for so many streams
 CountOrZero = Annotated[int, Between(0)]
 NonNegative = Annotated[float, Between(0)]
 NonNegativeOrInf = Annotated[float, Between(0, finite=False)]
@@ -108,6 +112,9 @@ def parse_resumed(args_class: type, args, description: str):
             known[name] = value
     known["trust_remote_code"] = False  # never taken from a folder
     args = tyro.cli(args_class, default=args_class(**known), description=description)
+    if run["args"].get("trust_remote_code") and not args.trust_remote_code:
+        print(f"The run in {args.out} was given --trust_remote_code, which is never taken from a folder; "
+              "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
         if name not in ("resume", "out", "trust_remote_code") and value != known.get(name):
             if name in ("model", "dataset"):
@@ -133,7 +140,7 @@ def read_run(folder: Path) -> dict:
         if isinstance(run["script"], str) and isinstance(run["args"], dict):
             return run
         reason = "it lacks the script or its arguments"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
     raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on with.")
 
@@ -143,19 +150,32 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
-DOING = ["start-up"]  # what the run is at, for the sentence about memory that ran out
+DOING = ["start-up", None]  # what the run is at, and its folder: for sentences about what went wrong
 
 
 def launch(main, args_class: type, toy: dict) -> None:
     """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
+    args = None
     try:
-        main(parse(args_class, toy))
+        args = parse(args_class, toy)
+        if "RANK" in os.environ:
+            threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+        main(args)
     except UserError as error:
         leave_after(error)
     except Exception as error:
-        if sentence := out_of_memory(error):
+        if sentence := out_of_memory(error) or unreadable(error, args):
             leave_after(UserError(sentence))
         raise
+
+
+def end_with_parent(parent: int) -> None:
+    """Leave when torchrun is gone: nobody would know of the ranks, nor end them if one fails."""
+    while os.getppid() == parent:
+        time.sleep(5)
+    print("Error: torchrun is gone, so its ranks leave; --resume goes on from the newest checkpoint.",
+          file=sys.stderr, flush=True)
+    os._exit(1)
     if distributed() and "vllm" not in sys.modules:
         # leave together, and at once: a rank that unwinds while another still talks to it may abort
         gather(None)
@@ -174,6 +194,16 @@ def out_of_memory(error: Exception) -> str:
     reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
     return (f"the GPU's memory was not enough ({DOING[0]}: {reason}); {remedy}. --plan shows what takes it; "
             "--resume goes on from the newest checkpoint.")
+
+
+def unreadable(error: Exception, args) -> str:
+    """What failed while data or a model were read; the traceback goes to a file. Else empty: it is a bug."""
+    if not DOING[0].startswith(("reading", "loading", "starting vLLM")):
+        return ""
+    log = (DOING[1] or Path(tempfile.gettempdir())) / f"traceback-{os.getpid()}.txt"
+    log.write_text(traceback.format_exc(), encoding="utf-8")
+    blamed = "" if DOING[0].startswith("reading") else f"--model is '{args.model}', but "
+    return f"{blamed}{DOING[0]} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
 
 
 def leave_after(error: UserError) -> None:

@@ -6,10 +6,11 @@ import math
 from itertools import islice
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 from engine.base import Request, Rollout
 from engine.hf_sampler import HFSampler, draw, pad_left, samples_of, uniform_numbers
+from engine.policy import load_model
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -19,8 +20,7 @@ class PlainSampler:
     """HFSampler's interface and, given the same seeds, its tokens."""
 
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
-        load = AutoModelForCausalLM.from_pretrained
-        self.model = load(model, dtype=dtype, trust_remote_code=trust_remote_code).eval().to(device)
+        self.model = load_model(model, trust_remote_code, dtype).eval().to(device)
         self.model.generation_config = GenerationConfig()  # the model's own may penalize or force tokens
         self.stop_ids = stop_ids
 

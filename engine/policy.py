@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engine import fast
 from engine.base import (
-    Rollout, UserError, distributed, gather, gib_taken, rank_and_ranks, script_line, write_atomically)
+    Rollout, UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once, script_line,
+    write_atomically)
 
 
 IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
@@ -191,6 +192,16 @@ class Policy:
         self.head = head(self.model).train(trainable)
         self.head.requires_grad_(trainable)
         self._shard(offload)
+        self._check_finite(model)
+
+    def _check_finite(self, model: str) -> None:
+        """Raises UserError, on all ranks, if a weight is NaN or infinite; each rank looks at its shards."""
+        bad = []
+        for name, parameter in self.model.named_parameters():
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            bad += [] if shard.isfinite().all() else [name]
+        if bad := sum(gather(bad), []):
+            raise UserError(f"--model is '{model}', but {bad[0]} holds NaN or infinite values.")
 
     def _shard(self, offload: bool) -> None:
         """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Until a group
@@ -329,20 +340,26 @@ class Policy:
 
 
 # ------------------------------------------------------- loading --------------------------------------------
-def load_model(path: str, trust_remote_code: bool = False):
-    """The model in its checkpoint's own type, memory-mapped. Raises UserError if weights are missing."""
+def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
+    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True,
+            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
             ignore_mismatched_sizes=True)  # refused below, by name
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model is '{path}', but its weights cannot be read: {reason}") from None
+        raise UserError(f"--model is '{path}', but its weights cannot be read: {first_line(error)}") from None
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
+    if unused := sorted(info["unexpected_keys"]):
+        say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
+                 f"among them {', '.join(unused[:3])}; they are left out.")
+    try:
+        model.generation_config.validate(strict=True)
+    except Exception:  # it would not be written, so neither would the trained model
+        model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
 
 

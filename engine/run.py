@@ -103,6 +103,7 @@ class Plumbing:
         self._check_plan()
         self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes())
         self.say, self.out = self.folder.say, self.folder.path
+        DOING[1] = self.out
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
         threads = torch.get_num_threads() * self.world_size
@@ -163,6 +164,7 @@ class Plumbing:
             if len(ids) > args.max_prompt_tokens:
                 raise UserError(f"{name} has {len(ids)} tokens, more than --max_prompt_tokens; raise it.")
         self.count_steps()
+        DOING[0] = "start-up"
 
     def count_steps(self) -> None:
         """Rollout batches of the whole run: --steps, else those of --epochs."""
@@ -174,6 +176,7 @@ class Plumbing:
     def _load(self, name: str, train: bool = False) -> list[Problem]:
         """Problems with their prompts. Overlong ones: left out of training, without one in evaluation."""
         args, quiet = self.args, int(os.environ.get("RANK", 0)) != 0
+        DOING[0] = f"reading {name}"
         fields = (args.question_field, args.answer_field) if train or not self.trains else ("", "")
         problems = load_problems(name, *fields, quiet=quiet, same_answer=self.same_answer)
         for p in problems:
@@ -201,6 +204,7 @@ class Plumbing:
     # -- around the loop -------------------------------------------------------------------------------------
     def start(self) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
+        DOING[0] = f"reading {self.out}"
         if self.args.resume:
             done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say)
             self.first_step = done + 1

@@ -84,7 +84,8 @@ class RunFolder:
             return
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
-        self.history = self._keep_lines("metrics.jsonl", first_step)
+        for record in self._keep_lines("metrics.jsonl", first_step):
+            self.history.append({name: v for name, v in record.items() if isinstance(v, int | float)})
         self._keep_lines("samples.jsonl", first_step)
         if self.args.wandb:
             import wandb
@@ -202,7 +203,7 @@ def json_object(line: str) -> dict:
     """The object in a line of JSON; {} for anything else: a killed run may leave half a last line."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

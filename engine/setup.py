@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from engine.base import UserError
+from engine.base import UserError, first_line
 from engine.data import uses_chat_template
 from engine.options import script_name
+from engine.sizes import shape_of
 
 
 def has_vllm() -> bool:
@@ -32,10 +33,6 @@ def has_vllm() -> bool:
         raise UserError(f"vLLM is installed, but does not import here ({first_line(error)}); mend it, or "
                         "give --sampler hf, which samples many times slower on a GPU.") from None
     return True
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def planned_ranks(args) -> int:
@@ -68,10 +65,12 @@ def read_config(path: str, args):
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer"
     # a mistyped folder, not a Hub id
-    if "/" in path and Path(path).parent.is_dir() and not Path(path).exists():
+    if "/" in path and Path(path).parent.is_dir() and not Path(path).is_dir():
         raise UserError(f"{wanted}: no such folder.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        if not config.is_encoder_decoder:
+            shape_of(config)  # fails on sizes that make no sense
     except Exception as error:
         raise UserError(f"{wanted}: {first_line(error)}") from None
     if config.is_encoder_decoder or getattr(config, "quantization_config", None):
@@ -80,7 +79,7 @@ def read_config(path: str, args):
                         "bfloat16 or float16.")
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
-    if context and args.max_prompt_tokens + args.max_new_tokens > context:
+    if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
     if args.tensor_parallel > 1:
@@ -121,10 +120,16 @@ def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
     """End-of-sequence ids of the tokenizer and of the model's generation config."""
     try:
         stop = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
+    except OSError:  # it has none
         stop = None
-    stop = stop if isinstance(stop, list) else [stop]
-    ids = sorted({i for i in [*stop, tokenizer.eos_token_id] if isinstance(i, int) and i < vocabulary})
+    except Exception as error:
+        raise UserError(f"generation_config.json of {path} cannot be read: {first_line(error)}") from None
+    stop = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
+    ids = [i for i in stop if i is not None]
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
+        raise UserError(f"the end-of-sequence token of {path} is {wrong[0]!r}, but must be the id of one of "
+                        f"the model's {vocabulary} tokens; mend eos_token_id in generation_config.json.")
+    ids = sorted(set(ids))
     if not ids:
         raise UserError(f"the tokenizer of {path} has no end-of-sequence token within the model's "
                         "vocabulary, so no response could ever end; set eos_token.")

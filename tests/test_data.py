@@ -440,7 +440,7 @@ def test_a_plain_prompt_has_the_tokenizers_first_token_once(tokenizer):
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])
 def test_without_a_system_role_the_instruction_is_in_the_user_turn(template, capsys):
-    data._say_once.cache_clear()
+    data.say_once.cache_clear()
     tokenizer = toy_tokenizer(template)
     suffix = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?", "suffix"))
     for _ in range(3):

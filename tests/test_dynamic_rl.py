@@ -1,6 +1,7 @@
 """Dynamic RL: formulas against numbers worked out by hand, the filter rules on real questions, and runs."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +262,13 @@ def test_kept_questions(text):
 @pytest.mark.parametrize("text", FILTER)
 def test_filtered_questions(text):
     assert not keep_question(text)
+
+
+@pytest.mark.parametrize("part", ["find ", "1. ", "\n ", "(a ", ". ", "find. "])
+def test_the_filter_is_quick_whatever_the_question(part):
+    began = time.process_time()
+    keep_question(part * 20_000)
+    assert time.process_time() - began < 2
 
 
 def test_the_table_is_long_enough():

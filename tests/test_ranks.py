@@ -256,6 +256,59 @@ def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path):
     assert "rank" in done.errors and "exitcode  : -9" in done.errors
 
 
+# -------------------------------------------- killed on two ranks ----------------------------------------
+KILLED = ("--steps 4 --votes 4 --train_samples 4 --prompts_per_batch 4 --max_new_tokens 48 --lr 1e-3 "
+          "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval=").split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run on two ranks."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = ended(torchrun(2, str(ROOT / "ttrl.py"), *KILLED, "--out", str(out)))
+    assert done.code == 0, done.errors[-2000:]
+    return out
+
+
+def alive(pids) -> list[int]:
+    """Those of the processes that still run; one that nobody has waited for does not."""
+    found = []
+    for pid in pids:
+        done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+        found += [pid] if done.stdout.strip() and not done.stdout.startswith("Z") else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["step", "checkpoint"])
+@pytest.mark.parametrize("victim, number", [("agent", 9), ("rank 0", 9), ("rank 1", 9), ("agent", 15)])
+def test_killed_on_two_ranks_and_bitwise_the_same(tmp_path, whole, moment, victim, number):
+    """kill -9 of torchrun's agent or of a rank, SIGTERM: all leave within a minute, none is left behind, and
+    --resume on two ranks ends where the uninterrupted run does."""
+    out = tmp_path / "run"
+    process = torchrun(2, str(ROOT / "ttrl.py"), *KILLED, "--out", str(out))
+    while not (out / "checkpoints/step_00000001").exists():
+        assert process.poll() is None, ended(process).errors[-2000:]
+        time.sleep(0.05)
+    ranks = children(process.pid)
+    while moment == "checkpoint" and not list(out.glob("checkpoints/*.partial")) and len(alive(ranks)) == 2:
+        time.sleep(0.0005)
+    os.kill(process.pid if victim == "agent" else ranks[int(victim[-1])], number)
+    began = time.time()
+    errors = ended(process, timeout=60).errors
+    while alive(ranks) and time.time() - began < 60:
+        time.sleep(0.2)
+    assert not alive(ranks), f"{time.time() - began:.0f} s later"
+    if (victim, number) == ("agent", 9):
+        assert "Error: torchrun is gone, so its ranks leave; --resume goes on from the newest" in errors
+    done = ended(torchrun(2, str(ROOT / "ttrl.py"), "--resume", "--out", str(out)))
+    assert done.code == 0, done.errors[-2000:]
+    assert metrics_of(out) == metrics_of(whole)
+    first, second = fresh_state(out / "final"), fresh_state(whole / "final")
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
 def test_evaluation_is_the_same_table_for_one_and_two_ranks(pairs):
     tables = []
     for out in runs_of(pairs, "evaluate"):

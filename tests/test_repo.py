@@ -268,6 +268,9 @@ def test_help_from_the_shell():
 BAD = [  # (script, flags, the sentence or its beginning)
     # options: values out of range, together
     ("ttrl", "--votes 0", "--votes is 0, but must be 1 or more."),
+    ("ttrl", "--votes 70000", "--votes (ETTRL: its tree) makes 70000 responses per prompt, but their see"),
+    ("ettrl", "--trunks 999 --forks 99", "--votes (ETTRL: its tree) makes "),
+    ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be between 0 and"),
     ("ttrl", "--temperature 0", "--temperature is 0.0, but must be above 0."),
     ("ttrl", "--lr -1", "--lr is -1.0, but must be 0 or more."),
     ("ttrl", "--lr nan", "--lr is nan, but must be 0 or more."),
@@ -300,7 +303,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("dynamic_rl", "--tau 0", "--tau is 0.0, but must be above 0 and at most 1."),
     ("dynamic_rl", "--lambda_dq -1", "--lambda_dq is -1.0, but must be 0 or more."),
     ("dynamic_rl", "--max_question_tokens 0", "--max_question_tokens is 0, but must be 1 or more."),
-    ("evaluate", "--samples 0", "--samples is 0, but must be 1 or more."),
+    ("evaluate", "--samples 0", "--samples is 0, but must be between 1 and 65536."),
     ("evaluate", "--top_p 0", "--top_p is 0.0, but must be above 0 and at most 1."),
     # options that do not go together
     ("ttrl", "--train_samples 33", "--train_samples is 33, but must be at most 32, the responses per prompt"),
@@ -316,7 +319,9 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--dataset nothing", "unknown data set 'nothing': known are math500, aime24"),
     ("ttrl", "--dataset no.jsonl", "there is no file no.jsonl."),
     ("ttrl", "--question_field x", "{root}/toy/train.jsonl, row 1 has no column 'x'"),
+    ("ttrl", "--question_field answer", "{root}/toy/train.jsonl: column 'answer' cannot be question and"),
     ("ttrl", "--eval math5", "unknown data set 'math5'"),
+    ("ttrl", "--dataset /etc/problems.txt", "unknown data set '/etc/problems.txt'"),
     ("ttrl", "--max_prompt_tokens 3", "all 128 problems of toy have more than --max_prompt_tokens 3"),
     ("dynamic_rl", "--max_prompt_tokens 3 --eval=", "z_0 has "),
     ("evaluate", "--benchmarks nothing", "unknown data set 'nothing'"),

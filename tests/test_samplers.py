@@ -236,12 +236,12 @@ def test_hf_shared_prompts_give_the_models_own_logprobs(tmp_path, name):
 
 def test_hf_says_once_why_prompts_are_copied(tmp_path, capsys, monkeypatch):
     tiny_model("Falcon", tmp_path)
-    hf_sampler._print_once.cache_clear()
+    hf_sampler.say_once.cache_clear()
     for _ in range(2):
         HFSampler(str(tmp_path), [2], CPU, torch.float32)
     assert capsys.readouterr().out.count("architecture falcon has attention code of its own") == 1
     monkeypatch.setenv("RANK", "1")
-    hf_sampler._print_once.cache_clear()
+    hf_sampler.say_once.cache_clear()
     HFSampler(str(tmp_path), [2], CPU, torch.float32)
     assert "falcon" not in capsys.readouterr().out
 
@@ -254,7 +254,7 @@ def test_hf_copies_prompts_if_sharing_fails(monkeypatch, capsys):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(SharedPrompts, "assign", broken)
-    hf_sampler._print_once.cache_clear()
+    hf_sampler.say_once.cache_clear()
     sampler = HFSampler(TOY, STOP, CPU, torch.float32)
     assert not sampler.shares
     assert "no such kernel" in capsys.readouterr().out

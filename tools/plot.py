@@ -55,7 +55,7 @@ def read_metrics(folder: Path) -> list[dict]:
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)

@@ -354,8 +354,8 @@ class Run(Plumbing):
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
         self.measure("sampling")
         if any(response.logprobs.isnan().any() for group in groups for response in group):
-            raise UserError(f"--model is '{self.model_path}', but tokens have the probability NaN: it, or "
-                            "the checkpoint, holds NaN or infinite weights.")
+            raise UserError(f"--model is '{self.model_path}', but tokens have the probability NaN: it or the "
+                            "checkpoint holds NaN or infinite weights, or a temperature is next to 0.")
         for (problem, _), group in zip(work, groups):
             self.decode(group, problem)
         return groups

@@ -26,7 +26,12 @@ class RunFolder:
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
-        if error := gather(self._open(ranks, device, disk_bytes) if rank == 0 else None)[0]:
+        error = None
+        try:
+            error = self._open(ranks, device, disk_bytes) if rank == 0 else None
+        except OSError as e:
+            error = f"--out is '{self.path}', which cannot be written: {e.strerror}."
+        if error := gather(error)[0]:
             raise UserError(error)
 
     def _open(self, ranks: int, device, disk_bytes: int) -> str | None:
@@ -58,8 +63,6 @@ class RunFolder:
             self._keep_script(Path(sys.argv[0]), out / "script.py")
         except BlockingIOError:
             return f"--out is '{out}', in which another process is running; give another folder."
-        except OSError as error:
-            return f"--out is '{out}', which cannot be written: {error.strerror}."
         return None
 
     def _keep_script(self, script: Path, kept: Path) -> None:

@@ -143,7 +143,7 @@ def test_evaluate_refuses_what_training_refuses(tmp_path, launch, dtype):
     flags = dict(benchmarks="toy_test", samples=1, max_new_tokens=8, max_prompt_tokens=128)
     flags |= dict(sampler="hf", dtype=dtype)
     for change, words in ((lacks_one, "among them model.layers.1.mlp.up_proj.weight; they would be random."),
-                          (one_nan, "but tokens have the probability NaN: it, or the checkpoint, holds NaN")):
+                          (one_nan, "but tokens have the probability NaN: it or the checkpoint holds NaN")):
         model = copy_of_the_toy(tmp_path / change.__name__, WEIGHTS, change)
         code, _, errors = launch("evaluate", model=model, out=tmp_path / f"run-{change.__name__}", **flags)
         assert code == 2 and words in errors and "Traceback" not in errors
@@ -298,7 +298,7 @@ FOLDERS = {  # fault -> (change, exit code, words)
     "checkpoints is a file": (written("checkpoints", ""), 2, "could not be written to "),
     "a tensor is missing": (tensors(lacks_a_moment), 2, "another model or version (Missing key in checkpoin"),
     "another model's": (tensors(another_shape), 2, "does not fit --model: it is a checkpoint of another mod"),
-    "NaN in it": (tensors(one_nan), 2, "but tokens have the probability NaN: it, or the checkpoint, holds"),
+    "NaN in it": (tensors(one_nan), 2, "but tokens have the probability NaN: it or the checkpoint holds"),
     "metrics: odd lines": (written("metrics.jsonl", LINES), 0, "Final model"),
     "metrics: no UTF-8": (written("metrics.jsonl", b"\xff\xfe\n"), 0, "Final model"),
     "metrics: empty": (written("metrics.jsonl", ""), 0, "Final model"),

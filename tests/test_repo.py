@@ -337,6 +337,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("evaluate", "--model ./nowhere", "--model is './nowhere'"),
     ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be a Hub id, a folder or package:"),
     ("ttrl", "--out /proc/run", "--out is '/proc/run', "),
+    ("ttrl", f"--out {'x' * 300}", f"--out is '{'x' * 300}', which cannot be written: File name too long."),
     ("ttrl", "--resume", "--resume needs --out, the folder of the run to go on with."),
     ("ttrl", "--resume --out nowhere", "--resume: nowhere/run.json cannot be read, it does not ")]
 # Every case runs in a fork of one process, because starting Python sixty times would take minutes.

@@ -144,6 +144,8 @@ def test_bad_input_of_compare_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare.signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--workers", "0")
     assert code == 2 and sentence == "Error: --workers is 0, but must be at least 1."
+    code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--out", __file__)
+    assert code == 2 and sentence == f"Error: --out is '{__file__}', but must be a folder."
     with pytest.raises(UserError, match="--steps is 0"):
         compare.compare("main", [1], 0, 1, tmp_path)
 

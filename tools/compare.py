@@ -261,6 +261,8 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
     for flag, value in {"--workers": workers, "--steps": steps}.items():
         if value < 1:
             raise UserError(f"{flag} is {value}, but must be at least 1.")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out is '{out}', but must be a folder.")
     jobs = jobs_of(SETS[name], list(dict.fromkeys(seeds)), steps, out.resolve())
     run_all([job for of_name in jobs.values() for job in of_name], workers)
     folders = {title: [job.folder for job in of_name] for title, of_name in jobs.items()}

@@ -312,6 +312,9 @@ class Plumbing:
         args, last = self.args, self.step == self.total_steps
         self.phase(None)
         check_state(self.state)
+        trained = {id(response) for response in self.trained}
+        for group in self.groups:  # a script may leave prompts out of the update
+            group["trained"] = {i for i in group["trained"] if id(group["responses"][i]) in trained}
         metrics = step_metrics(self.groups) | (extra or {})
         if not self.logp_diff:  # a single minibatch: the update's own log-probs are the trainer's
             self.check_sampler(self.trained)

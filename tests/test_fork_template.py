@@ -1,13 +1,11 @@
 """Copy this file for a fork: name it in FORK, and write your formula's numbers by hand. Also docs/fork.md."""
 
 import importlib
-import importlib.util
-import re
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, fresh_state, read_lines, run_toy, untimed
+from conftest import fresh_state, read_lines, run_toy, untimed
 
 FORK = "examples.empo"  # yours: "my_idea"
 fork = importlib.import_module(FORK)
@@ -39,6 +37,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
     for late in ("checkpoints/step_00000002", "final"):
         shutil.rmtree(again / late)
     run_toy(fork, again, **options, resume=True)
+    assert "grad_norm" in read_lines(whole / "metrics.jsonl")[0]  # or nothing was trained before the resume
     first, second = (untimed(read_lines(folder / "metrics.jsonl")) for folder in (whole, again))
     assert first == second
     expected = fresh_state(whole / "final")
@@ -46,6 +45,11 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
 
 
 # ------------------------------------------- the guide, step by step (not to copy) ------------------------
+import importlib.util
+import re
+
+from conftest import ROOT
+
 GUIDE = (ROOT / "docs/fork.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
 

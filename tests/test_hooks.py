@@ -250,6 +250,9 @@ def test_prompts_left_out_of_an_update(left, watch):
     seen = watch("ttrl", meddle=meddle)
     assert sum(len(update.responses) for update in seen.updates) == left
     assert ("loss" in seen.metrics[-1]) == (left > 0) and "reward" in seen.metrics[-1]
+    sampled = [row for line in read_lines(seen.out / "samples.jsonl") for row in line["responses"]]
+    assert all(row["trained"] == (row["advantage"] is not None) for row in sampled)  # NaN is no JSON
+    assert sum(row["trained"] for row in sampled) <= left and seen.metrics[-1]["zero_variance"] > 0.5
     now = seen.policy_weights()
     assert any(not torch.equal(now[name], value) for name, value in seen.weights[1].items()) == (left > 0)
 

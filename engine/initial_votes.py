@@ -19,7 +19,7 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     depends = [run.model_path, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     stored = []
-    if run.rank == 0 and args.resume and path.exists():
+    if run.rank == 0 and args.resume and path.is_file():
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         stored = [json_object(line) for line in lines]
     votes = {}

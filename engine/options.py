@@ -36,7 +36,7 @@ class Between:
     finite: bool = True
 
     def holds(self, value) -> bool:
-        if math.isnan(value) or self.finite and math.isinf(value):
+        if value != value or self.finite and abs(value) == math.inf:  # NaN; whole numbers can be any size
             return False
         return (value > self.low if self.above else value >= self.low) and value <= self.high
 
@@ -198,11 +198,12 @@ def out_of_memory(error: Exception) -> str:
 
 def unreadable(error: Exception, args) -> str:
     """What failed while data or a model were read; the traceback goes to a file. Else empty: it is a bug."""
-    if not DOING[0].startswith(("reading", "loading", "starting vLLM")):
+    in_folder = isinstance(error, OSError) and DOING[1] and str(DOING[1]) in str(error.filename)
+    if not in_folder and not DOING[0].startswith(("reading", "loading", "starting vLLM")):
         return ""
     log = (DOING[1] or Path(tempfile.gettempdir())) / f"traceback-{os.getpid()}.txt"
     log.write_text(traceback.format_exc(), encoding="utf-8")
-    blamed = "" if DOING[0].startswith("reading") else f"--model is '{args.model}', but "
+    blamed = f"--model is '{args.model}', but " if DOING[0] in ("loading", "starting vLLM") else ""
     return f"{blamed}{DOING[0]} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
 
 

@@ -329,6 +329,13 @@ def test_damaged_folders_resume_or_say_why_not(tmp_path, launch, stopped, fault)
         assert errors.count("Error: ") == 1
 
 
+def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch):
+    (tmp_path / "run/initial_votes.jsonl").mkdir(parents=True)
+    code, _, errors = launch("restrain", out=tmp_path / "run", kappa=1, **TINY)
+    assert code == 2 and f"Is a directory: '{tmp_path}/run/initial_votes.jsonl' (traceback: " in errors
+    assert "Traceback" not in errors
+
+
 def test_a_folder_that_trusts_remote_code_runs_none(tmp_path, launch, stopped):
     """Neither the flag nor the code of a stranger's run.json acts, unless trust is given again."""
     out, executed = tmp_path / "run", tmp_path / "executed"

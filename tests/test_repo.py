@@ -270,6 +270,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--votes 0", "--votes is 0, but must be 1 or more."),
     ("ttrl", "--votes 70000", "--votes (ETTRL: its tree) makes 70000 responses per prompt, but their see"),
     ("ettrl", "--trunks 999 --forks 99", "--votes (ETTRL: its tree) makes "),
+    ("ttrl", f"--votes {'9' * 400}", "--votes (ETTRL: its tree) makes 999"),
     ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be between 0 and"),
     ("ttrl", "--temperature 0", "--temperature is 0.0, but must be above 0."),
     ("ttrl", "--lr -1", "--lr is -1.0, but must be 0 or more."),

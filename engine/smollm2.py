@@ -34,7 +34,7 @@ Z_0 = (SHOW.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
 SMOLLM2 = dict(
     dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt=str(ROOT / "examples/prompts/few_shot.txt"),
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
-    eval_every=0, eval_samples=16, checkpoint_every=4, lr=4e-5, num_minibatches=1, kl_coef=0.0,
+    eval_every=0, eval_samples=16, checkpoint_every=4, lr=1e-5, num_minibatches=1, kl_coef=0.0,
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
     benchmarks="smollm2,smollm2_test,smollm2_ood", samples=16)  # evaluate.py's
 FOLDER = ROOT / "smollm2"

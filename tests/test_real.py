@@ -157,6 +157,7 @@ def smollm2_of(module):
 
 # ------------------------------------------------- two steps ------------------------------------------------
 @needs_package
+@pytest.mark.slow
 def test_two_steps(whole):
     first, second = read_lines(whole / "metrics.jsonl")
     assert first["answered"] > 0.5 and first["logp_diff_max"] < 1e-3 and first["skipped_updates"] == 0

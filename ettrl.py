@@ -13,7 +13,7 @@ the engine in one second call, as prompt + prefix: its prefix cache reuses the t
                Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
                Adv-Clip  A_i = clip(A_i, -beta, beta)                                                 (Eq. 15)
     The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
-    on unless turned off. (Eq. 12 scales unsure responses down; the sentence after Eq. 14 says the opposite.)
+    on unless turned off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
 
 Why it works, a worked example, every table row as a command: docs/ettrl.md.
 
@@ -197,7 +197,7 @@ def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Ro
 
 
 def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> dict[str, float]:
-    """Tokens generated per token of as many parallel responses (Eq. 11), and the forks' mean position.
+    """Tokens generated per token of as many parallel responses (Eq. 10), and the forks' mean position.
 
     Of the trunk's length; Eq. 9 assumes 1/2."""
     generated = sum(len(response.response_ids) for group in groups + branches for response in group)

@@ -8,7 +8,7 @@ upper clip and an entropy bonus keep them.
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
                mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
-               max_i: largest cosine to any other valid response of the prompt
+               max_i: largest cosine to any other response of the prompt (ours: valid ones)
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
@@ -47,7 +47,7 @@ class Args(common.Args):
     embedder: str = "Qwen/Qwen3-Embedding-4B"
     """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2 is '-ClipHigh' of Table 2."""
+    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: our '-ClipHigh' (Table 2)."""
     entropy_coef: common.NonNegative = 0.003
     """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288

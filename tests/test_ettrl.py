@@ -64,7 +64,7 @@ def test_reshape_by_hand():
 
 
 def test_reshape_scales_down_above_average_entropy():
-    # Eq. 12, against the sentence after Eq. 14. H = 0.9 1.1, average 1: Y = 1.1, 0.9
+    # Eq. 12, against the text after Eq. 14. H = 0.9 1.1, average 1: Y = 1.1, 0.9
     assert close(reshape_advantages(torch.ones(2), torch.tensor([0.9, 1.1])), [1.1, 0.9])
 
 

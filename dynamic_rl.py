@@ -129,7 +129,7 @@ SOLVED = ("Solution:", "Answer:", "\\boxed{", "The final answer is", "To solve",
 
 
 def keep_question(text: str) -> bool:
-    """False for a question that majority voting cannot judge. Section 2, "Question Filtering".
+    """False for a question that a rule filters out. Section 2, "Question Filtering".
 
     Rule 1: the word "prove" (whole, any case). Rule 2, several questions in one: two question marks, "find
     ... and ..." in a sentence, an enumeration. Rule 3: one of six strings of solutions (exact case).

@@ -1,4 +1,4 @@
-"""RESTRAIN: From Spurious Votes to Signals, Self-Driven RL (Yu et al. 2025, arXiv:2510.02172).
+"""RESTRAIN: From Spurious Votes to Signals (Yu et al. 2025, arXiv:2510.02172).
 
 The idea: a wrong majority label does more harm than hedging. Take every answer as a pseudo-label, weighted by
 its votes; if fewer than kappa responses agree, push all down; scale a prompt's loss by how sure the initial
@@ -114,7 +114,7 @@ def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, 
 
 def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float = 1.0,
                         sigma: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """A+_i = sum_j w_j max(A_ij, 0), A-_i = sum_j w_j min(A_ij, 0), [N] each. RESTRAIN Eq. 3, 4.
+    """A+_i = sum_j w_j max(A_ij, 0), A-_i = sum_j w_j min(A_ij, 0), [N] each. w, A: RESTRAIN Eq. 3, 4.
 
     None (no answer) is no label, but one of the N: its reward is 0 for every label. If the majority has fewer
     than kappa votes, all advantages are -delta.
@@ -135,7 +135,7 @@ def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float 
 
 def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch.Tensor,
                        a_minus: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A-; all [T]. RESTRAIN Eq. 6, 7, inner sum.
+    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A-; all [T]. RESTRAIN Eq. 6, 7.
 
     >>> restrain_surrogate(torch.tensor(1.5), torch.tensor(1.2), torch.tensor(0.5), torch.tensor(-0.25))
     tensor(0.2250)

@@ -11,7 +11,7 @@ all costs most: -1 (released code).
     H_i        = mean_t of the full-vocabulary entropy of response i                                (Eq. 5, 6)
     H_j, H_bar = means of H_i over the responses with answer j, and over all N                         (Eq. 7)
     positive   y+ = the top answer if p >= tau_pos and p - (second share) > tau_marg, else none        (Eq. 4)
-    negative   N- = {j other than y+ : p_j < tau_neg and H_j >= H_bar}                                 (Eq. 8)
+    negative   N- = {j : p_j < tau_neg and H_j >= H_bar}, in our reading without y+                    (Eq. 8)
     reward     R_i = p(a_i) 1[a_i = y+] + (p(a_i) - tau_neg) 1[a_i in N-] - lambda_h (H(a_i) - H_bar)  (Eq. 9)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
@@ -41,7 +41,7 @@ from common import majority
 @dataclass
 class Args(common.Args):
     temperature: common.Positive = 0.6
-    """Rollout temperature, and that of log-probs and entropies (section 4.1; Qwen2.5-Math: 1.0)."""
+    """Rollout temperature (section 4.1; Qwen2.5-Math: 1.0), and that of log-probs and entropies."""
     prompt: str = "suffix"
     """suffix: SCRL's for general models; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
     tau_pos: common.Share = 0.375

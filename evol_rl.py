@@ -47,7 +47,7 @@ class Args(common.Args):
     embedder: str = "Qwen/Qwen3-Embedding-4B"
     """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: our '-ClipHigh' (Table 2)."""
+    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: our '-ClipHigh', Table 2."""
     entropy_coef: common.NonNegative = 0.003
     """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288

@@ -7,6 +7,7 @@ import csv
 import json
 import random
 import re
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -293,7 +294,9 @@ def read_template(path: str) -> list[tuple[str, str]]:
     examples are turns before it. Raises UserError for anything else."""
     wrong = f"--prompt is '{path}', but must be system, suffix, plain or a template file"
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if (file := Path(path).expanduser()).exists() and not file.is_file():
+            raise ValueError("it is no file")
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{wrong}: {_reason(error)}.") from None
     before, *parts = re.split(rf"^\[({'|'.join(ROLES)})\][ \t]*$", text, flags=re.MULTILINE)
@@ -384,16 +387,22 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
 
 @contextlib.contextmanager
 def _at_most(seconds: int):
-    """Raises TimeoutError within it when they are over (in the main thread, which alone gets signals)."""
+    """Raises TimeoutError within it when they are over (in the main thread, which alone gets signals), and
+    MemoryError if it takes 1 GiB."""
     def stop(number, frame):
         raise TimeoutError(f"it takes more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError):  # only Linux tells what is taken; a limit below stays
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, limits[1]))
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
         signal.signal(signal.SIGALRM, before)
 
 

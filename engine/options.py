@@ -58,7 +58,7 @@ Positive = Annotated[float, Between(0, above=True)]
 Share = Annotated[float, Between(0, 1)]
 PositiveShare = Annotated[float, Between(0, 1, above=True)]
 Finite = Annotated[float, Between(-1e30)]
-Seed = Annotated[int, Between(0, 2**62)]
+Seed = CountOrZero
 
 
 def out_of_range(args) -> list[str]:
@@ -66,6 +66,10 @@ def out_of_range(args) -> list[str]:
     sentences = []
     for name, hint in typing.get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
+        if isinstance(value, int) and value > 2**62:
+            sentences.append(f"--{name} is {value}, but must be at most 2^62.")
+        if isinstance(value, str) and value != value.encode(errors="ignore").decode():
+            sentences.append(f"--{name} is {value!r}, but must be text in UTF-8.")
         for allowed in getattr(hint, "__metadata__", ()):
             if isinstance(allowed, Between) and value is not None and not allowed.holds(value):
                 sentences.append(f"--{name} is {value!r}, but must be {allowed}.")
@@ -167,6 +171,11 @@ def launch(main, args_class: type, toy: dict) -> None:
         if sentence := out_of_memory(error) or unreadable(error, args):
             leave_after(UserError(sentence))
         raise
+    if distributed() and "vllm" not in sys.modules:
+        # leave together, and at once: a rank that unwinds while another still talks to it may abort
+        gather(None)
+        dist.destroy_process_group()
+        leave(0)
 
 
 def end_with_parent(parent: int) -> None:
@@ -176,11 +185,6 @@ def end_with_parent(parent: int) -> None:
     print("Error: torchrun is gone, so its ranks leave; --resume goes on from the newest checkpoint.",
           file=sys.stderr, flush=True)
     os._exit(1)
-    if distributed() and "vllm" not in sys.modules:
-        # leave together, and at once: a rank that unwinds while another still talks to it may abort
-        gather(None)
-        dist.destroy_process_group()
-        leave(0)
 
 
 def out_of_memory(error: Exception) -> str:

@@ -16,6 +16,7 @@ from engine import fast
 from engine.base import (
     Rollout, UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once, script_line,
     write_atomically)
+from engine.setup import check_weights
 
 
 IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
@@ -348,6 +349,7 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
             ignore_mismatched_sizes=True)  # refused below, by name
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: {first_line(error)}") from None
+    check_weights(path)  # once more: they may have come from the Hub only now
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "

@@ -149,7 +149,7 @@ class Plumbing:
         args = self.args
         self.problems = self._load(args.dataset, train=True) if self.trains and args.dataset else []
         self.benchmarks = {}
-        for name in [name.strip() for name in args.eval.split(",") if name.strip()]:
+        for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:
             self.benchmarks[name] = self.problems if name == "train" else self._load(name)
         if self.problems and len(self.problems) < args.prompts_per_batch:
             raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
 
 from engine.base import UserError, first_line
 from engine.data import uses_chat_template
@@ -41,7 +43,7 @@ def planned_ranks(args) -> int:
 
 
 def engine_errors(args) -> list[str]:
-    """One sentence each: what is wrong with --tensor_parallel; fewer prompts than engines."""
+    """One sentence each: what is wrong with --tensor_parallel, --plain; fewer prompts than engines."""
     ranks, parallel = planned_ranks(args), max(1, args.tensor_parallel)
     bad = []
     if args.gpus and not args.plan:
@@ -56,6 +58,8 @@ def engine_errors(args) -> list[str]:
     if parallel > 1 and (other or args.sampler == "auto" and not args.plan and not has_vllm()):
         bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
                    "--sampler vllm, without --plain.")
+    elif args.plain and args.sampler == "vllm":
+        bad.append("--plain samples with transformers, but --sampler is 'vllm'; give one of the two.")
     return bad
 
 
@@ -84,7 +88,21 @@ def read_config(path: str, args):
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
     if args.tensor_parallel > 1:
         check_heads(path, text, args.tensor_parallel)
+    check_weights(path)
     return config
+
+
+def check_weights(path: str) -> None:
+    """Reads headers only. Raises UserError if weights on this disk are damaged or quantised (fp8, int8)."""
+    for file in sorted(Path(cached_file(path, "config.json")).parent.glob("model*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        except Exception as error:
+            raise UserError(f"--model is '{path}', but {file.name} cannot be read: {error}.") from None
+        if other := kinds - {"F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL"}:  # buffers have those
+            raise UserError(f"--model is '{path}', which is quantised ({min(other)}); give a causal language "
+                            "model in float32, bfloat16 or float16.")
 
 
 def read_tokenizer(path: str, config, args):

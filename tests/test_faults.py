@@ -87,13 +87,24 @@ def one_nan(tensors):
     tensors["model.norm.weight"][0] = torch.nan
 
 
+def cast_to(dtype):
+    """Cast one weight, and say nothing of it in the config."""
+    def change(tensors):
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(dtype)
+
+    return change
+
+
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 BAD_MODELS = {
     # weights
     "no weights": (WEIGHTS, None, "its weights cannot be read: Error no file named model.safetensors"),
-    "empty weights": (WEIGHTS, b"", "its weights cannot be read: Error while deserializing header"),
-    "broken header": (WEIGHTS, b"\xff" * 99, "its weights cannot be read: Error while deserializing header"),
-    "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: Error"),
+    "empty weights": (WEIGHTS, b"", "but model.safetensors cannot be read: Error while deserializing header"),
+    "broken header": (WEIGHTS, b"\xff" * 99, "but model.safetensors cannot be read: Error while"),
+    "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "model.safetensors cannot be read: "),
+    "fp8": (WEIGHTS, cast_to(torch.float8_e4m3fn), "which is quantised (F8_E4M3); give a causal language "),
+    "int8": (WEIGHTS, cast_to(torch.int8), "which is quantised (I8); give a causal language model in "),
     "a tensor is missing": (WEIGHTS, lacks_one, "1 are missing or of another shape, among them model.layers"),
     "another shape": (WEIGHTS, another_shape, "1 are missing or of another shape, among them model.layers.1"),
     "renamed": (WEIGHTS, renamed, "39 are missing or of another shape, among them"),
@@ -133,6 +144,8 @@ def test_bad_models_are_one_sentence(tmp_path, launch, fault):
     sentence = errors[errors.index("Error: "):]
     assert code == 2 and "Traceback" not in errors and sentence.count("\n") == 1
     assert words.replace("{model}", str(model)) in sentence and (str(model) in sentence or "context" in fault)
+    if "safetensors cannot be read" in words or "quantised" in words:  # whatever would read the weights
+        assert not out.exists()
     if "(traceback: " in sentence:
         assert "Traceback" in next(out.glob("traceback-*.txt")).read_text()
 
@@ -183,6 +196,8 @@ BAD_TEMPLATES = {
                        "fails (it takes more than 1 s); mend it or give --prompt plain."),
     "endless output": ("{% for i in range(99) %}{{ 'x' * 9999 }}{% endfor %}" + TURNS,
                        "more than --max_prompt_tokens 128; raise it."),
+    "long text": ("{{ 'x' * 10**10 }}" + TURNS, "fails (MemoryError); mend it or give --prompt plain."),
+    "long number": ("{{ '%9999999999d' % 1 }}" + TURNS, "fails (MemoryError); mend it or give "),
     "unknown name": ("{{ nosuch.thing }}", "fails ('nosuch' is undefined); mend it"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails (maximum recursion depth"),
     "empty output": ("{{ '' }}", "fails (it leaves out the question); mend it or give --prompt plain."),
@@ -334,6 +349,21 @@ def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch):
     code, _, errors = launch("restrain", out=tmp_path / "run", kappa=1, **TINY)
     assert code == 2 and f"Is a directory: '{tmp_path}/run/initial_votes.jsonl' (traceback: " in errors
     assert "Traceback" not in errors
+
+
+def test_ranks_leave_together(monkeypatch):
+    """A rank that unwinds while another still talks to it may abort."""
+    called = mock.Mock()
+    monkeypatch.setattr(options, "parse", called.parse)
+    monkeypatch.setattr(options, "distributed", called.distributed)
+    monkeypatch.setattr(options, "gather", called.gather)
+    monkeypatch.setattr(options.dist, "destroy_process_group", called.destroy)
+    monkeypatch.setattr(options, "leave", called.leave)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    options.launch(called.main, None, {})
+    names = [name for name, _, _ in called.mock_calls]
+    assert names == ["parse", "main", "distributed", "gather", "destroy", "leave"]
+    called.leave.assert_called_once_with(0)
 
 
 def test_a_folder_that_trusts_remote_code_runs_none(tmp_path, launch, stopped):

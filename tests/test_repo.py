@@ -270,8 +270,12 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--votes 0", "--votes is 0, but must be 1 or more."),
     ("ttrl", "--votes 70000", "--votes (ETTRL: its tree) makes 70000 responses per prompt, but their see"),
     ("ettrl", "--trunks 999 --forks 99", "--votes (ETTRL: its tree) makes "),
-    ("ttrl", f"--votes {'9' * 400}", "--votes (ETTRL: its tree) makes 999"),
-    ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be between 0 and"),
+    ("ttrl", f"--votes {'9' * 400}", f"--votes is {'9' * 400}, but must be at most 2^62."),
+    ("ttrl", f"--keep {2**62 + 1}", f"--keep is {2**62 + 1}, but must be at most 2^62."),
+    ("ttrl", f"--steps {'9' * 400}", f"--steps is {'9' * 400}, but must be at most 2^62."),
+    ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be at most 2^62."),
+    ("ttrl", "--out \ud800", "--out is '\\ud800', but must be text in UTF-8."),
+    ("evaluate", "--model \udcff", "--model is '\\udcff', but must be text in UTF-8."),
     ("ttrl", "--temperature 0", "--temperature is 0.0, but must be above 0."),
     ("ttrl", "--lr -1", "--lr is -1.0, but must be 0 or more."),
     ("ttrl", "--lr nan", "--lr is nan, but must be 0 or more."),
@@ -288,7 +292,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--gpu_memory 0", "--gpu_memory is 0.0, but must be above 0 and at most 1."),
     ("ttrl", "--num_minibatches 0", "--num_minibatches is 0, but must be 1 or more."),
     ("ttrl", "--grad_clip 0", "--grad_clip is 0.0, but must be above 0."),
-    ("ttrl", "--seed -1", "--seed is -1, but must be between 0 and"),
+    ("ttrl", "--seed -1", "--seed is -1, but must be 0 or more."),
     ("evol_rl", "--alpha 1.5", "--alpha is 1.5, but must be between 0 and 1."),
     ("scrl", "--tau_pos 2", "--tau_pos is 2.0, but must be between 0 and 1."),
     ("scrl", "--tau_marg nan", "--tau_marg is nan, but must be between 0 and 1."),
@@ -316,7 +320,10 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--dataset= --eval toy", "there is nothing to train on: --dataset is empty; name one."),
     ("dynamic_rl", "--labels gold", "--labels is 'gold', but --dataset is empty or has problems without a "),
     ("dynamic_rl", "--eval train", "--eval is 'train', but 'train' has no problems: --dataset is empty."),
+    ("ttrl", "--sampler vllm --plain", "--plain samples with transformers, but --sampler is 'vllm'; give"),
     # data
+    ("ttrl", "--eval ,", "unknown data set '': known are math500"),
+    ("evaluate", "--benchmarks toy,", "unknown data set '': known are math500"),
     ("ttrl", "--dataset nothing", "unknown data set 'nothing': known are math500, aime24"),
     ("ttrl", "--dataset no.jsonl", "there is no file no.jsonl."),
     ("ttrl", "--question_field x", "{root}/toy/train.jsonl, row 1 has no column 'x'"),
@@ -328,6 +335,8 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("evaluate", "--benchmarks nothing", "unknown data set 'nothing'"),
     ("evaluate", "--benchmarks=", "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file: "),
+    ("ttrl", "--prompt /dev/zero", "--prompt is '/dev/zero', but must be system, suffix, plain or a template "
+     "file: it is no file."),
     ("evaluate", "--prompt /proc/version", "--prompt is '/proc/version', but must be system, suffix, plain "
      "or a template file with {question} in its last turn, a [user] turn."),
     # models, folders

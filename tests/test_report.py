@@ -1,17 +1,20 @@
 """tools.explain and tools.report: their numbers, hostile texts, bad input, and the page in a real browser."""
 
 import html
+import itertools
 import json
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, run_toy
 
+import common
 import dynamic_rl
 import ettrl
 import restrain
@@ -74,6 +77,11 @@ def hostile_run(folder):
     return write_run(folder, records, [dict(step=1, reward=0.5), dict(step=2, reward=0.75)])
 
 
+def notes(page):
+    """What a page notes about its runs."""
+    return " ".join(" ".join(re.findall(r'<p class="note">(.*?)</p>', page, re.DOTALL)).split())
+
+
 def embedded(page):
     """The data of a page, as its script reads them."""
     element = r'<script type="application/json" id="data">(.*?)</script>'
@@ -112,8 +120,8 @@ def test_explain_shows_three_problems_that_differ():
 
 def a_vote():
     answers, entropies = ["91", "91.0", "73", "73", "91", "38", None, "91"], [.2, .2, .3, .4, .3, .6, .7, .3]
-    texts = [f"so \\boxed{{{a}}}" if a else "hm" for a in answers]
-    return explain.Vote("What is 7 * 13?", "91", texts, answers, entropies)
+    responses = [SimpleNamespace(text=f"so \\boxed{{{a}}}" if a else "hm", answer=a) for a in answers]
+    return explain.Vote(common.Problem("What is 7 * 13?", "91"), responses, entropies)
 
 
 def test_explain_shows_what_the_public_functions_give():
@@ -161,7 +169,7 @@ def test_explain_page_escapes_what_a_run_holds(tool, tmp_path):
 def test_explain_reads_a_step_of_a_run(toy_run):
     votes = explain.logged_votes(toy_run, 3)
     records = [record for record in report.read_samples(toy_run)[0] if record["step"] == 3]
-    assert [vote.question for vote in votes] == [record["problem"] for record in records]
+    assert [vote.problem.question for vote in votes] == [record["problem"] for record in records]
     for vote, record in zip(votes, records):
         assert vote.classes == [row["answer_class"] for row in record["responses"]]
         assert ttrl.majority_reward(vote.classes).tolist() == [row["reward"] for row in record["responses"]]
@@ -189,19 +197,25 @@ def test_report_holds_what_was_logged(toy_run):
     assert len(votes) == len(records) == 8
     for (step, vote), record in zip(votes, records):
         assert (step, vote["question"], vote["gold"]) == (record["step"], record["problem"], record["gold"])
-        for row in vote["rows"]:
+        counts = [entry["votes"] for entry in vote["classes"]]
+        assert counts == sorted(counts, reverse=True)
+        answered = [count for count in counts for _ in range(count)]  # rows with the same answer together
+        for row, votes in itertools.zip_longest(vote["rows"], answered, fillvalue=0):
             row = dict(zip(data["row"], row))
             source = record["responses"][row["number"] - 1]
             for name in "answer reward advantage trained entropy tokens finished text".split():
                 assert row[name] == source[name]
-            if source["answer"] is not None:
-                assert vote["classes"][row["answer_class"]]["votes"] == source["votes"]
+            assert votes == source["votes"]
         labels = [entry for entry in vote["classes"] if entry["weight"]]
         assert [entry["weight"] for entry in labels] == list(record["label"].values())
-    assert not data["runs"][0]["notes"]
+    assert not notes(page)
     reward = next(panel for panel in data["panels"] if panel["metric"] == "reward")
     metrics = [json.loads(line) for line in (toy_run / "metrics.jsonl").read_text().splitlines()]
     assert reward["lines"][0] == [[line["step"], pytest.approx(line["reward"], rel=1e-4)] for line in metrics]
+
+
+def verdict(script, vote, **args):
+    return " ".join(report.sentences("verdict.txt", script=script, vote=vote, args=args))
 
 
 def test_report_marks_gold_labels_and_abstentions():
@@ -210,43 +224,48 @@ def test_report_marks_gold_labels_and_abstentions():
     assert [entry["answer"] for entry in vote["classes"]] == ["7.0", "6"] and vote["none"] == 1
     assert [entry["gold"] for entry in vote["classes"]] == [True, False]
     assert [entry["weight"] for entry in vote["classes"]] == [0.6, 0.4]
-    assert re.match("2 labels.* right.$", report.verdict("restrain", vote, {}))
+    assert re.match("2 labels.* '7.0' weighs most, 0.60, right.$", verdict("restrain", vote))
     none = report.vote_of(logged(1, rows, label={}))
-    weak = report.verdict("scrl", none, dict(tau_pos=0.6))
+    weak = verdict("scrl", none, tau_pos=0.6)
     assert weak == "No label. SCRL abstains: 2 of 4 votes is below tau_pos, 0.6."
-    assert "a lead of 1 of 4 votes does not exceed" in report.verdict("scrl", none, dict(tau_pos=0.5))
-    assert "2 of 4 votes are fewer than kappa, 3." in report.verdict("restrain", none, dict(kappa=3))
+    assert "a lead of 1 of 4 votes does not exceed" in verdict("scrl", none, tau_pos=0.5)
+    assert "2 of 4 votes are fewer than kappa, 3." in verdict("restrain", none, kappa=3)
+    silent = report.vote_of(logged(1, [response("d", None, None)] * 2))
+    assert verdict("ttrl", silent) == "No response has an answer, so there is no label."
     wrong = report.vote_of(logged(1, rows))
-    assert report.verdict("ttrl", wrong, {}) == "Label: '6', 1 of 4 votes, wrong: gold is '7'."
+    assert verdict("ttrl", wrong) == "Label: '6', 1 of 4 votes, wrong: gold is '7'."
     # --labels gold: class 0 is the gold answer, whoever gave it first
     rows = [dict(row, answer_class=0 if row["answer"] in ("7", "7.0") else None) for row in rows]
     gold = report.vote_of(logged(1, rows))
     assert [entry["weight"] for entry in gold["classes"]] == [1.0, None]
 
 
-def test_report_gives_scrls_reason_for_a_negative_label():
+def test_report_knows_scrls_negative_labels():
     rows = [response("a", "6", 0, entropy=0.2), response("b", "6", 0, entropy=0.3),
             response("c", "8", 1, entropy=0.9), response("d", "9", 2, entropy=0.1)]
     vote = report.vote_of(dict(logged(1, rows), negatives=[1]))
-    assert [entry["negative"] for entry in vote["classes"]] == [
-        "", "rare, 1 of 4, and unsure: entropy 0.90, mean 0.38", ""]
+    assert [entry["negative"] for entry in vote["classes"]] == [False, True, False]
+    assert vote["classes"][1]["entropy"] == 0.9 and vote["entropy"] == pytest.approx(0.375)
     rows[0]["entropy"] = None
-    assert report.vote_of(dict(logged(1, rows), negatives=[1]))["classes"][1]["negative"] == "rare, 1 of 4"
+    assert report.vote_of(dict(logged(1, rows), negatives=[1]))["entropy"] is None
 
 
 def test_report_names_evol_rls_most_novel_responses():
     rows = [response("a", "6", 0, reward=0.5), response("b", "6", 0, reward=0.9),
             response("c", "8", 1, reward=-1.0), response("d", None, None, reward=-1.0)]
-    said = report.bands(report.vote_of(logged(1, rows)))
-    assert said == (" Most novel of the majority, 0.5 to 1: number 2 with 0.90."
-                    " Most novel of the others, -1 to -0.5: number 3 with -1.00.")
+    said = verdict("evol_rl", report.vote_of(logged(1, rows, gold=None)))
+    assert said == ("Label: '6', 2 of 4 votes. Most novel of the majority, 0.5 to 1: number 2 with 0.90. "
+                    "Most novel of the others, -1 to -0.5: number 3 with -1.00.")
 
 
 def test_report_says_how_alike_questions_are():
     """Three questions, two of them copies, the third unlike both: 1 of 3 pairs is alike."""
     diversities = dynamic_rl.question_diversity([[1, 2], [1, 2], [3, 4]]).tolist()
-    assert "the same token at 33% of their places" in report.alike(diversities)
-    assert report.alike([None, 0.5]) == report.alike([]) == ""
+    asked = [dict(rewards=[1.0, diversity, 0.5]) for diversity in diversities]
+    assert report.alike(asked) == pytest.approx(1 / 3)
+    filtered = dict(rewards=[None, None, None])
+    assert report.alike([*asked, filtered]) == pytest.approx(2 / 9)  # shares no token with the others
+    assert report.alike([asked[0], filtered]) is None and report.alike([{}]) is None
 
 
 def test_report_finds_flips():
@@ -270,8 +289,9 @@ def test_report_of_a_long_run_stays_small(tmp_path):
     metrics = [dict(step=step, reward=0.1234567 * step % 1) for step in range(1, 1001)]
     run = write_run(tmp_path / "run", records, metrics)
     report.write_report([run], run / "report.html")
-    about = embedded((run / "report.html").read_text())["runs"][0]
-    assert len(about["steps"]) <= 51 and "of 1000 logged steps" in " ".join(about["notes"])
+    page = (run / "report.html").read_text()
+    steps = embedded(page)["runs"][0]["steps"]
+    assert len(steps) <= 51 and f"{len(steps)} of 1000 logged steps are shown" in notes(page)
     assert (run / "report.html").stat().st_size < 2e6
 
 
@@ -282,7 +302,7 @@ def test_nothing_in_a_response_can_run(tmp_path):
     assert page.count("<script") == page.count("</script>") == 2  # the data and the page's own
     assert "<img" not in page and "<i>run" not in page
     rows = embedded(page)["runs"][0]["steps"][0]["votes"][0]["rows"]
-    readable = [re.sub("[\ud800-\udfff]", "\ufffd", text) for text in HOSTILE]
+    readable = [re.sub("[\ud800-\udfff]", "?", text) for text in HOSTILE]
     assert sorted(row[-1] for row in rows) == sorted(readable)
 
 
@@ -296,28 +316,28 @@ def test_report_bad_input(tool, tmp_path):
     assert tool(report, run) == (0, f"{run / 'report.html'}\n", "")
 
 
-def notes(run):
+def noted(run):
     report.write_report([run], run / "report.html")
-    return " ".join(embedded((run / "report.html").read_text())["runs"][0]["notes"])
+    return notes((run / "report.html").read_text())
 
 
 def test_report_says_what_is_missing(tmp_path):
-    assert "still going on" in notes(write_run(tmp_path / "zero"))
-    assert "No step's responses are logged." in notes(tmp_path / "zero")
+    assert "still going on" in noted(write_run(tmp_path / "zero"))
+    assert "No step's responses are logged." in noted(tmp_path / "zero")
     whole = logged(1, [response("a", "7", 0)])
     half = write_run(tmp_path / "half", [whole], [dict(step=1)], tail='{"step": 2, "pro')
-    assert "Last logged step: 1." in notes(half)
+    assert "Last logged step: 1." in noted(half)
     (half / "final").mkdir()
-    assert notes(half) == ""
+    assert noted(half) == ""
     old = dict(step=1, problem="q", gold="7", response="text", answer="7", advantage=1.0, finished=True)
-    said = notes(write_run(tmp_path / "old", [old, old]))
+    said = noted(write_run(tmp_path / "old", [old, old]))
     assert "2 lines of samples.jsonl are of an older version" in said
     (tmp_path / "old" / "run.json").unlink()
-    assert "older version" in notes(tmp_path / "old")
+    assert "older version" in noted(tmp_path / "old")
     odd = response("a", "7", 0, reward=float("nan"), advantage=None, entropy=float("inf"), trained=False)
     rest = dict(step=1, responses=[odd, dict(text="b")])
     lines = [rest, dict(step=2, responses=["x"]), dict(step="3")]
-    assert "2 lines" in notes(write_run(tmp_path / "odd", lines))
+    assert "2 lines" in noted(write_run(tmp_path / "odd", lines))
 
 
 def test_report_shows_dynamic_rls_questions(tmp_path):
@@ -325,12 +345,12 @@ def test_report_shows_dynamic_rls_questions(tmp_path):
                   advantage=1.5),
              dict(text="?", kept=False, p=None, answer=None, rewards=[None] * 3, advantage=-0.5)]
     run = write_run(tmp_path / "run", [dict(step=1, questions=asked)], script="dynamic_rl")
-    notes(run)
+    noted(run)
     page = (run / "report.html").read_text()
-    assert embedded(page)["runs"][0]["steps"][0]["questions"] == [list(row.values()) for row in asked]
+    assert embedded(page)["runs"][0]["steps"][0]["questions"] == asked
     for row in asked:
         row.pop("rewards")  # a run of an older version
-    notes(write_run(tmp_path / "old", [dict(step=1, questions=asked)], script="dynamic_rl"))
+    noted(write_run(tmp_path / "old", [dict(step=1, questions=asked)], script="dynamic_rl"))
     assert "<b>1" not in page
 
 

@@ -14,15 +14,12 @@ import difflib
 import functools
 import importlib
 import inspect
-import io
 import re
 import tokenize
 import tomllib
-from operator import itemgetter
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -30,13 +27,10 @@ from markupsafe import Markup
 import common
 from tools import explain
 from tools.diffs import ROOT, names_of
+from tools.report import TEMPLATES
 
-SITE, TEMPLATES = ROOT / "docs" / "site", Path(__file__).parent / "templates"
+SITE = ROOT / "docs" / "site"
 SCRIPTS = ["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl"]
-# One vote for the front page: eight responses, their answers and mean token entropies; 91 is right.
-ANSWERS = ["91", "91", "91.0", "182/2", "73", "73", "38", None]
-ENTROPIES = [0.20, 0.22, 0.25, 0.35, 0.30, 0.34, 0.55, 0.60]
-PHRASES = [[1, 0], [1, 0], [1, 0], [0.6, 0.8], [0.8, 0.6], [0.8, 0.6], [0, 1], [1, 0]]  # "embeddings"
 
 
 # -------------------------------------------------- text --------------------------------------------------
@@ -88,8 +82,9 @@ def source(path: str) -> tuple[str, ...]:
 @functools.cache
 def comments(path: str) -> dict[int, int]:
     """{line: column} of a file's comments."""
-    tokens = tokenize.generate_tokens(io.StringIO("\n".join(source(path))).readline)
-    return {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
+    with (ROOT / path).open(encoding="utf-8") as file:
+        tokens = list(tokenize.generate_tokens(file.readline))
+    return dict(token.start for token in tokens if token.type == tokenize.COMMENT)
 
 
 def code(path: str, numbers: list[int]) -> Markup:
@@ -113,7 +108,7 @@ def function(module, name: str) -> dict | None:
     found = getattr(module, name.rpartition(".")[2], None)
     if not inspect.isfunction(found):
         return None
-    path = Path(inspect.getsourcefile(found)).relative_to(ROOT).as_posix()
+    path = found.__module__.replace(".", "/") + ".py"
     node = statements(path)[found.__name__]
     numbers = list(range(node.lineno, node.end_lineno + 1))
     if ast.get_docstring(node):
@@ -128,11 +123,19 @@ def steps(script: str) -> dict[int, list[int]]:
     """The line numbers of main's seven steps, as its comments number them, without blank lines."""
     node, found, step = statements(f"{script}.py")["main"], {}, 0
     for n in range(node.lineno, node.end_lineno + 1):
-        if begins := re.match(r" {8}# (\d)\. ", source(f"{script}.py")[n - 1]):
+        line = source(f"{script}.py")[n - 1]
+        if begins := re.match(r" {8}# (\d)\. ", line):
             step = int(begins[1])
-        if re.match(r" {8}", source(f"{script}.py")[n - 1]):
+        if line.startswith(" " * 8):
             found.setdefault(step, []).append(n)
     return found
+
+
+def seven_steps() -> list[tuple[int, str]]:
+    """(number, what its comment says) of the steps of ttrl.py."""
+    text = "\n".join(source("ttrl.py"))
+    found = re.findall(r"^ {8}# (\d)\. (.*(?:\n {8}#.*)*)", text, re.MULTILINE)
+    return [(int(number), re.sub(r"\n *# *", " ", says)) for number, says in found]
 
 
 def hunks(script: str, reasons: dict[str, str]) -> list[dict]:
@@ -151,7 +154,7 @@ def hunks(script: str, reasons: dict[str, str]) -> list[dict]:
             raise ValueError(f"pages/{script}.toml has no reason for this hunk of main:\n{changed}")
         left -= set(keys)
         link = f"../../{script}.py#L{nodes[1][1].lineno + int(start) - 1}"
-        found.append(dict(link=link, lines=lines, why=[prose(reasons[key]) for key in keys]))
+        found.append(dict(link=link, lines=lines, why=[reasons[key] for key in keys]))
     if left:
         raise ValueError(f"pages/{script}.toml has reasons without a hunk: {', '.join(sorted(left))}")
     return found
@@ -159,28 +162,27 @@ def hunks(script: str, reasons: dict[str, str]) -> list[dict]:
 
 # -------------------------------------------------- pages --------------------------------------------------
 def content(name: str) -> dict:
-    return tomllib.loads((TEMPLATES / f"pages/{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((ROOT / f"tools/templates/pages/{name}.toml").read_text(encoding="utf-8"))
 
 
 def equations(script: str, own: dict) -> list[dict]:
     """The rows of the page's table beside the functions, or the steps of main, that compute them."""
-    module, blocks, unused = importlib.import_module(script), {}, set(own["tex"])
-    lifted = section(script, own.get("table", "Equations"))
-    for label, says, names in table(lifted)[1:]:
-        entry = dict(label=label, says=markdown(says), tex=[math(tex) for tex in own["tex"].get(label, [])])
-        unused.discard(label)
+    module, blocks = importlib.import_module(script), {}
+    rows = table(section(script, own.get("table", "Equations")))[1:]
+    if unused := set(own["tex"]) - {label for label, _, _ in rows}:
+        raise ValueError(f"pages/{script}.toml has TeX for what docs/{script}.md does not name: {unused}")
+    for label, says, names in rows:
+        entry = dict(label=label, says=says, tex=own["tex"].get(label, []))
         for name in re.findall(r"`([\w.]+)`", names):
             made = function(module if hasattr(module, name) else common, name)
             if name == "main":
                 step = own.get("steps", {}).get(label, 6)
-                made = dict(name=f"main, step {step}", order=("~", step), says=[], example="")
-                made |= dict(link=f"../../{script}.py#L{steps(script)[step][0]}")
-                made["code"] = code(f"{script}.py", steps(script)[step])
+                numbers = steps(script)[step]
+                made = dict(name=f"main, step {step}", link=f"../../{script}.py#L{numbers[0]}",
+                            order=("~", step), code=code(f"{script}.py", numbers))
             if made:
                 blocks.setdefault(made["name"], dict(made, rows=[]))["rows"].append(entry)
-    if unused:
-        raise ValueError(f"pages/{script}.toml has TeX for what docs/{script}.md does not name: {unused}")
-    return sorted(blocks.values(), key=itemgetter("order"))
+    return list(blocks.values())
 
 
 def options(script: str) -> list[tuple[str, str, str]]:
@@ -192,57 +194,28 @@ def options(script: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def page(script: str) -> dict:
-    """What the template of a paper's page shows."""
-    own, known, here = content(script), statements("ttrl.py"), statements(f"{script}.py")
-    title, _, idea = section(script).partition("\n")
-    lifted = section(script, own.get("table", "Equations"))
-    measured = table(section("results").partition("Mean ")[0])
-    wanted = ["", "start", "gold GRPO", "TTRL", own["name"]]
-    shown = dict(script=script, title=title.removeprefix("# "), idea=markdown(idea))
-    shown["place"] = markdown(section(script, "Where it changes the loop").partition("\n| ")[0])
-    shown["remarks"] = "" if "table" in own else markdown(lifted.rpartition("|\n")[2])
-    shown |= dict(blocks=equations(script, own), example=markdown(section(script, "In numbers")))
-    shown["whole"] = Markup("").join(code("ttrl.py", numbers) for numbers in steps("ttrl").values())
-    shown |= dict(options=options(script), hunks=hunks(script, own.get("loop", {})))
-    shown["added"] = [name for name in here if name not in known]
-    shown["gone"] = [name for name in known if name not in here]
-    shown["toy"] = [row for row in measured if row[0] in wanted]
-    shown |= dict(wrong=prose(own["wrong"]), authors=prose(own["authors"]), exercises=own["exercise"])
-    return dict(shown, readings=markdown(section(script, "Readings")))
-
-
-def one_vote() -> dict:
-    """Eight responses under all six papers, by the functions of the scripts (tools/explain.py)."""
+def one_vote(rows: list[dict]) -> explain.Vote:
+    """These responses under all six papers, by the functions of the scripts (tools/explain.py)."""
     def embed(texts: list[str]) -> list[torch.Tensor]:
-        return [torch.nn.functional.normalize(torch.tensor(PHRASES[int(text or 7)]).float(), dim=0)
-                for text in texts]  # "": no answer
+        return [torch.tensor(rows[int(text or -1)]["embedding"]) for text in texts]  # "": no answer
 
-    texts = [str(i) for i in range(len(ANSWERS))]
-    vote = explain.explain(explain.Vote("What is 7 * 13?", "91", texts, ANSWERS, ENTROPIES), embed)
-    header, rows = explain.cells(vote)
-    table = [[row[0], *row[2:]] for row in [header, *rows]]  # without the texts
-    return dict(table=table, sentences=vote.sentences)
+    responses = [SimpleNamespace(text=str(i), answer=row.get("answer")) for i, row in enumerate(rows)]
+    vote = explain.Vote(common.Problem("What is 7 * 13?", "91"), responses, [row["entropy"] for row in rows])
+    return explain.explain(vote, embed)
 
 
 def build() -> dict[str, str]:
-    """{file name: HTML} of all pages."""
-    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-                        trim_blocks=True, lstrip_blocks=True)
-    shared = dict(scripts={name: content(name)["name"] for name in SCRIPTS}, prose=prose)
-    made = {f"{name}.html": pages.get_template("page.html").render(page(name), **shared) for name in SCRIPTS}
-    index = dict(own=content("index"), vote=one_vote(), steps=loop(), script="index")
-    return made | {"index.html": pages.get_template("index.html").render(index, **shared)}
-
-
-def loop() -> list[dict]:
-    """The seven steps of ttrl.py: number, what its comment says, a link."""
-    found = []
-    for step, numbers in steps("ttrl").items():
-        text = "\n".join(source("ttrl.py")[n - 1].strip() for n in numbers)
-        says = " ".join(re.findall("# *(.*)", re.match("(#.*\n)+", text)[0]))
-        found.append(dict(number=step, link=f"../../ttrl.py#L{numbers[0]}", says=says.partition(" ")[2]))
-    return found
+    """{file name: HTML} of all pages. The templates call these functions for what they show."""
+    functions = [code, equations, hunks, markdown, math, options, prose, section, statements, steps, table]
+    shared = dict({function.__name__: function for function in functions},
+                  scripts={name: content(name)["name"] for name in SCRIPTS})
+    own = content("index")
+    index = dict(shared, script="index", own=own, vote=one_vote(own["response"]), seven_steps=seven_steps())
+    made = {"index.html": TEMPLATES.get_template("index.html").render(index)}
+    for name in SCRIPTS:
+        html = TEMPLATES.get_template("page.html").render(shared, script=name, own=content(name))
+        made[f"{name}.html"] = html
+    return made
 
 
 def main() -> None:

@@ -11,13 +11,13 @@ toy and a run on GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
 from pathlib import Path
 
 from engine.base import UserError
+from engine.runfolder import json_object
 
 # Panel -> title. pass@1, pass@k and maj@k are of one benchmark, with the largest k that all its runs have.
 BENCHMARK_PANELS = {"pass@1": "pass@1", "pass@k": "pass@{k}", "maj@k": "maj@{k}"}
@@ -46,20 +46,18 @@ COLUMNS = 3
 
 
 # ---------------------------------------------- reading --------------------------------------------------
-def read_metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl, [] if there is none.
+def read_lines(folder: Path, name: str) -> list[dict]:
+    """The JSON objects in the lines of one of a run's files, [] if there is none.
 
-    What is no JSON object with a step is skipped: a killed run leaves its last line half-written."""
-    path = Path(folder) / "metrics.jsonl"
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    What is none is skipped: a killed run leaves its last line half-written."""
+    path = Path(folder) / name
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [line for line in map(json_object, text.split("\n")) if line]
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl that have a step, [] if there are none."""
+    return [line for line in read_lines(folder, "metrics.jsonl") if isinstance(line.get("step"), int)]
 
 
 def read_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:

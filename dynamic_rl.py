@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 
 import common
-from common import Problem, Rollout, encode_alone, encode_prompt, equivalence_classes, majority
+from common import Problem, Rollout, encode_alone, encode_prompt, majority
 
 
 Z_0 = """\
@@ -279,9 +279,11 @@ def judge_question(question: Question, responses: list[Rollout], classes: list[i
     return rewards * question.kept
 
 
-def reward_questions(questions: list[Question], args: Args) -> dict[str, float]:
-    """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10."""
-    labels = equivalence_classes([q.answer for q in questions])
+def reward_questions(questions: list[Question], args: Args, same_answer=None) -> dict[str, float]:
+    """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10.
+
+    same_answer: the task's equality of answers, see Problem."""
+    labels = Problem("", same_answer=same_answer).classes([q.answer for q in questions])
     r_q = torch.tensor([question_reward(q.p, args.tau) * q.kept for q in questions])  # filtered: 0
     r_dq = (question_diversity([q.tokens for q in questions])
             * torch.tensor([bool(q.tokens) for q in questions]))  # no question: 0
@@ -331,7 +333,7 @@ def main(args: Args) -> None:
             for i, advantage in zip(trained_G, advantages_G.tolist()):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-        question_metrics = reward_questions(questions, args) if questions else {}
+        question_metrics = reward_questions(questions, args, run.same_answer) if questions else {}
         written = [question.rollout for question in questions]
         train = written + train
         if questions and not any(question.kept and question.answer is not None for question in questions):

@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 
-from engine.base import seed_of
+from engine.base import UserError, script_line, seed_of
 
 
 def mean(values) -> float:
@@ -21,9 +21,17 @@ def counts(name: str, values: list[float], most: int) -> dict[str, int]:
     return {f"{name}/{i}": rounded.count(i) for i in range(1, most + 1)}
 
 
+def checked(classes: list[int | None]) -> list[int | None]:
+    """The same. Raises UserError if it is no list: a script's function may have forgotten its return."""
+    if not isinstance(classes, list):
+        raise UserError(f"{script_line()}: the classes that vote are {repr(classes)[:80]}, but must be a "
+                        "list of whole numbers and None (no answer).")
+    return classes
+
+
 def majority(classes: list[int | None]) -> int | None:
     """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
-    counts = Counter(c for c in classes if c is not None)
+    counts = Counter(c for c in checked(classes) if c is not None)
     return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 

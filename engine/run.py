@@ -26,12 +26,14 @@ from engine.sizes import checkpoint_bytes, shape_of
 
 
 # ------------------------------------------ what scripts hand over -----------------------------------------
-def check_votes(responses: list[Rollout], classes: list[int | None], rewards: torch.Tensor) -> None:
-    """Raises UserError if there is not one class (or None) and one finite reward per response."""
+def check_votes(responses: list[Rollout], classes: list[int | None], rewards: torch.Tensor, label) -> None:
+    """Raises UserError if there is not one class (or None) and one finite reward per response, or the label
+    is of another type."""
     n, where = len(responses), f"{script_line()}: run.log_group has"
-    if not isinstance(rewards, torch.Tensor) or rewards.shape != (n,):
-        got = list(getattr(rewards, "shape", [])) or type(rewards).__name__
-        raise UserError(f"{where} rewards {got}, but must have a tensor [{n}], one per response.")
+    is_tensor = isinstance(rewards, torch.Tensor)
+    if not is_tensor or rewards.shape != (n,) or not rewards.is_floating_point():
+        got = f"{list(rewards.shape)} of {rewards.dtype}" if is_tensor else type(rewards).__name__
+        raise UserError(f"{where} rewards {got}, but must have a tensor [{n}] of floats, one per response.")
     if not rewards.isfinite().all():
         first = int(rewards.isfinite().int().argmin())
         raise UserError(f"{where} a reward that is {float(rewards[first])}, of response {first} of {n}; "
@@ -40,6 +42,9 @@ def check_votes(responses: list[Rollout], classes: list[int | None], rewards: to
     if not of_type or len(classes) != n:
         raise UserError(f"{where} classes {repr(classes)[:80]}, but must have a list of {n}, a whole number "
                         "or None (no answer) per response.")
+    if label is not None and not isinstance(label, (int, dict)):
+        raise UserError(f"{where} the label {repr(label)[:80]}, but must have the class taken as right, a "
+                        "whole number, or {class: weight}, or None.")
 
 
 def check_answer(answer: str | None) -> str | None:
@@ -274,7 +279,7 @@ class Plumbing:
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
         Raises UserError if there is not one class and one finite reward per response."""
-        check_votes(responses, classes, rewards)
+        check_votes(responses, classes, rewards, label)
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -357,10 +362,11 @@ class Plumbing:
         silent = [response.text for response in responses if response.answer is None]
         if len(silent) > len(responses) / 2:
             share, cut = 1 - len(silent) / len(responses), metrics.get("truncated", 0.0)
+            where = "that read_answer finds" if self.read_answer else "in \\boxed{}"
             self.folder.warn(
-                f"only {share:.0%} of the responses have an answer in \\boxed{{}}, so little is learned. "
-                "Either --prompt does not bring this model to box its answer (--show_prompt shows it; small "
-                "models need worked examples: examples/prompts/few_shot.txt), or --max_new_tokens is too "
+                f"only {share:.0%} of the responses have an answer {where}, so little is learned. "
+                "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
+                "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
                 f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
         elif metrics.get("truncated", 0.0) > 0.5:
             share = metrics["truncated"]

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 import common
-from common import answers_equal, majority
+from common import majority
 from engine.initial_votes import initial_votes
 
 
@@ -65,10 +65,10 @@ def easiest(problems: list, votes: dict, args: Args) -> list:
     return sorted(problems, key=lambda problem: -votes[problem.id][1])[:n]
 
 
-def offline_classes(responses: list, label: str | None) -> list[int | None]:
+def offline_classes(prompt: common.Problem, responses: list, label: str | None) -> list[int | None]:
     """[N] 0 if the answer equals the initial model's, else None, so that this label wins every vote."""
-    equal = [label is not None and r.answer is not None and answers_equal(r.answer, label) for r in responses]
-    return [0 if same else None for same in equal]
+    right, *classes = prompt.classes([label, *[response.answer for response in responses]])
+    return [0 if c is not None and c == right else None for c in classes]
 
 
 # -------------------------------------------------- the loop ------------------------------------------------
@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         train = []
         for prompt, responses in zip(prompts, groups):
             if args.labels == "offline":
-                classes_N = offline_classes(responses, votes[prompt.id][0])
+                classes_N = offline_classes(prompt, responses, votes[prompt.id][0])
             else:
                 # equal answers share a class
                 classes_N = common.answer_classes(prompt, responses, args.labels)

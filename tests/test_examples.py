@@ -37,10 +37,10 @@ def test_easiest_by_hand():
 
 
 def test_offline_classes_by_hand():
-    given = responses("3", "0.5", None, r"\frac{1}{2}")
-    assert srt.offline_classes(given, "1/2") == [None, 0, None, 0]
-    assert srt.offline_classes(given, "8") == srt.offline_classes(given, None) == [None] * 4
-    rewards = srt.majority_reward(srt.offline_classes(given, "1/2"))
+    given, prompt = responses("3", "0.5", None, r"\frac{1}{2}"), Problem("?")
+    assert srt.offline_classes(prompt, given, "1/2") == [None, 0, None, 0]
+    assert srt.offline_classes(prompt, given, "8") == srt.offline_classes(prompt, given, None) == [None] * 4
+    rewards = srt.majority_reward(srt.offline_classes(prompt, given, "1/2"))
     assert rewards.tolist() == [0, 1, 0, 1]  # half of them, although three do not agree
 
 

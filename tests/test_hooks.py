@@ -11,13 +11,15 @@ from conftest import ROOT, read_lines, run_toy, spy
 from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
+import dynamic_rl
 import evaluate
 import ttrl
-from common import Problem, UserError
+from common import Problem, Rollout, UserError
 from engine import checkpoint
 from engine.data import load_problems
 from engine.fast import LogProbs
 from engine.policy import MicroBatch
+from examples import srt
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
@@ -152,6 +154,19 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
         assert record["correct"] == bool(same)
 
 
+def test_offline_labels_and_answer_diversity_are_of_the_task():
+    """Odd equals odd: SRT's label is met by two of three, and two questions of Dynamic RL share an answer."""
+    prompt = Problem("?", same_answer=parity)
+    given = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in ("3", "5", None, "8")]
+    assert srt.offline_classes(prompt, given, "7") == [0, 0, None, None]
+    questions = [dynamic_rl.Question(response, [i], True, 0.5, response.answer)
+                 for i, response in enumerate(given)]
+    for task, different, diversity in [({}, 3, 3), (dict(same_answer=parity), 2, 1 / 2 + 1 / 2 + 1)]:
+        metrics = dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)
+        assert metrics["unique_answers"] == different / 4
+        assert metrics["answer_diversity"] == pytest.approx(diversity / 4)
+
+
 def exact(answers: list[str]) -> list[str]:
     return [answer.strip().lower() for answer in answers]
 
@@ -266,6 +281,10 @@ def as_list(classes):
     return [1.0] * len(classes)
 
 
+def whole_numbers(classes):
+    return torch.ones(len(classes), dtype=torch.long)
+
+
 def not_a_number(classes):
     return torch.tensor([1.0, float("nan")] + [0.0] * (len(classes) - 2))
 
@@ -278,12 +297,24 @@ def of_text(problem, responses, labels):
     return [response.answer or "none" for response in responses]
 
 
+def nothing(problem, responses, labels):
+    return None
+
+
+def its_text(classes):
+    return "42"
+
+
 BAD = [
-    (ttrl, "majority_reward", short, r"run\.log_group has rewards \[3\], but must have a tensor \[4\]"),
+    (ttrl, "majority_reward", short,
+     r"run\.log_group has rewards \[3\] of torch\.float32, but must have a tensor \[4\] of floats, one per "),
     (ttrl, "majority_reward", as_list, r"run\.log_group has rewards list, but must have a tensor \[4\]"),
+    (ttrl, "majority_reward", whole_numbers, r"run\.log_group has rewards \[4\] of torch\.int64, but must "),
     (ttrl, "majority_reward", not_a_number, r"run\.log_group has a reward that is nan, of response 1 of 4; "),
     (ttrl, "group_advantages", forgotten, r"run\.minibatches has a response with advantage nan; set "),
-    (common, "answer_classes", of_text, r"run\.log_group has classes \['.*, but must have a list of 4, ")]
+    (common, "answer_classes", of_text, r"run\.log_group has classes \['.*, but must have a list of 4, "),
+    (common, "answer_classes", nothing, r"the classes that vote are None, but must be a list of whole "),
+    (ttrl, "majority", its_text, r"run\.log_group has the label '42', but must have the class taken as ")]
 
 
 @pytest.mark.parametrize("module, name, function, sentence", BAD, ids=[row[2].__name__ for row in BAD])
@@ -294,7 +325,7 @@ def test_what_a_script_hands_over_wrongly_is_one_sentence(module, name, function
         run_toy(ttrl, tmp_path / "run", **TINY)
     number = int(str(error.value).split("line ")[1].split(":")[0])
     line = (ROOT / "ttrl.py").read_text().splitlines()[number - 1]
-    assert "run.log_group(" in line or "run.minibatches(" in line
+    assert "run.log_group(" in line or "run.minibatches(" in line or "majority_reward(" in line
 
 
 @pytest.mark.parametrize("state", [dict(seen={1, 2}), {1: "x"}, dict(x=torch.ones(1)), dict(pair=(1, 2))])

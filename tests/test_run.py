@@ -603,7 +603,7 @@ def bare_run(**overrides):
 def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     said, answers = [], [None, "1", None, None]
     run = bare_run()
-    run.folder = SimpleNamespace(warn=said.append)
+    run.read_answer, run.folder = None, SimpleNamespace(warn=said.append)
     run.groups = [dict(responses=[SimpleNamespace(answer=a, text=f"so {a}") for a in answers])]
     run._warn(dict(truncated=0.75))
     assert len(said) == 1 and said[0].startswith("only 25% of the responses have an answer in \\boxed{}")
@@ -617,6 +617,10 @@ def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     run.groups = []  # Dynamic RL without a usable question
     run._warn({})
     assert len(said) == 2
+    run.read_answer = str  # another task: no box is asked for
+    run.groups = [dict(responses=[SimpleNamespace(answer=None, text="so")])]
+    run._warn({})
+    assert "have an answer that read_answer finds, so" in said[2] and "box" not in said[2]
 
 
 def test_learning_rate_by_hand():

@@ -7,8 +7,10 @@ majority of the one label the responses to the other: what holds in both is less
     reward     R_i = 1[answer_i = y*] for the responses to x and to x'; both are trained
     advantage, loss: GRPO, as in ttrl.py
 
-Source: the paper's abstract and our memory of its equations. Its x' are written by a large model: put them in
-a column of the data (--rephrased_field). Our reading for the toy: x' is x with its people renamed.
+Checked: the paper's abstract and the released code (each wording's majority labels the other's responses,
+with the reward 1 or 0, and each is normalised by itself); the paper's own equations were not at hand. Its
+x' are written by Qwen3-32B: put them in a column of the data (--rephrased_field). The code's KL weight is
+0.005, its group 8 responses. Our reading for the toy: x' is x with its people renamed.
 
     python -m examples.co_rewarding                                                    # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.co_rewarding --model Qwen/Qwen2.5-Math-7B \\

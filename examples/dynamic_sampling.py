@@ -7,8 +7,10 @@ prompts that do.
                sampling as it takes, at most max_rounds
     reward, advantage, loss: as in ttrl.py
 
-Source: the paper's Eq. 11 as we remember it. Our reading: G are the trained responses; what a round brings
-beyond a full batch is dropped. Logged: rounds, and sampled_prompts, the price of a step.
+Checked: summaries that quote the paper's Eq. 11 (R_i is right or wrong there: --labels gold), and verl's
+documentation of its recipe, which samples 1536 prompts a round for batches of 512, drops what is beyond a
+full batch, as we do, and ends the run after ten rounds. Our reading: G are the trained responses, and after
+max_rounds the step trains what it has. Logged: rounds, and sampled_prompts, the price of a step.
 
     python -m examples.dynamic_sampling                                                # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.dynamic_sampling --model Qwen/Qwen2.5-Math-7B --dataset amc

@@ -5,8 +5,10 @@ where it was sampled, by the gradient of the entropy itself.
 
     loss       mean_i mean_t  H_t + kl_coef KL_t,   H_t = - sum_v pi(v | y_<t) log pi(v | y_<t)
 
-Source: the paper's token-level objective as we remember it; the gradient goes through H_t alone, not through
-what was sampled. Our reading: the KL term of ttrl.py stays (--kl_coef 0: none).
+Checked: the paper's text, Eq. 2, section 3.1 and Table 1: the gradient goes through H_t alone, not through
+what was sampled. The paper sums over a response's tokens, which weighs all tokens alike, as
+--loss_aggregation token-mean does. Our reading: the KL term of ttrl.py stays; the paper's main result is
+without it (--kl_coef 0), with one response per prompt (Table 2; its appendix C has both).
 
     python -m examples.em_ft                                                           # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.em_ft --model Qwen/Qwen2.5-Math-7B --dataset amc

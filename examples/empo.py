@@ -3,14 +3,17 @@
 The idea: minimise the entropy over meanings, not over tokens. Every response earns how many others say the
 same; prompts on which the model is already sure, or has no idea, are left out.
 
-    entropy    H = - sum_c p_c log p_c, with p_c the share of answer class c among the N responses
-    reward     R_i = p_c of response i's class, 0 without an answer
-    prompts    trained if entropy_low <= H <= entropy_high
-    advantage, loss: GRPO, as in ttrl.py
+    entropy    H = - sum_c p_c log p_c, with p_c the share of answer class c among the N responses  (Eq. 3, 4)
+    reward     R_i = p_c of response i's class, 0 without an answer                                    (Eq. 6)
+    prompts    trained if entropy_low <= H <= entropy_high                                             (Eq. 7)
+    advantage, loss: GRPO, as in ttrl.py                                                               (Eq. 5)
 
-Source: the paper's equations as we remember them. Our reading: classes are answers that are equal (the
-paper's may be of one meaning, by a small model); a response without an answer is in no class, and H is over
-those that answered, in nats.
+Checked: the paper's text and released code. Our reading: classes are answers that are equal (the paper: so
+for mathematics, by a small model that compares meanings elsewhere); a response without an answer is in no
+class, and H is over those that answered, in nats. The code makes each such response a class of its own for
+mathematics, where it rewards log p_c, and gives it -0.5 elsewhere. The paper's band is open, its text names
+no numbers; the code's for mathematics is H < log N alone. The paper has no KL term (--kl_coef 0) and clips
+the ratio of whole responses, as gspo.py does.
 
     python -m examples.empo                                                            # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.empo --model Qwen/Qwen2.5-Math-7B --dataset amc

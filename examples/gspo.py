@@ -3,12 +3,15 @@
 The idea: the reward is of the whole response, so the ratio that corrects for stale samples, and its clipping,
 should be, too. Per-token ratios are noise that grows with length.
 
-    ratio      s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp( mean_t [ log pi(y_t) - log pi_old(y_t) ] )
-    loss       mean_i  -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i) + ...; all else as in ttrl.py
+    ratio      s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)                                               (Eq. 7)
+                   = exp( mean_t [ log pi(y_t) - log pi_old(y_t) ] )
+    loss       mean_i  -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i) + ...                 (Eq. 5)
+    all else as in ttrl.py
 
-Source: the paper's equations 5 and 7 as we remember them; its clip range is 3e-4 and 4e-4. On the toy, whose
-learning rate is a thousand times larger, it is a hundred times wider. It differs from GRPO only from the
-second minibatch on: until then every ratio is 1.
+Checked: the paper's text, section 4.1 and, for the clip range and four minibatches, 5.1. The paper's
+equations leave the KL term out (--kl_coef 0). Our reading: on the toy, whose learning rate is a thousand
+times larger, the range is a hundred times wider. It differs from GRPO only from the second minibatch on:
+until then every ratio is 1.
 
     python -m examples.gspo                                                            # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.gspo --model Qwen/Qwen2.5-Math-7B --dataset amc

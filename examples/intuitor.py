@@ -2,11 +2,12 @@
 
 The idea: no vote and no answer; what is far from the uniform distribution, token by token, is rewarded.
 
-    reward     R_i = mean_t KL(U || pi(. | y_<t)) = mean_t [ - log V - (1/V) sum_v log pi(v | y_<t) ]
-    advantage, loss: GRPO, as in ttrl.py
+    reward     R_i = mean_t KL(U || pi(. | y_<t)) = mean_t [ - log V - (1/V) sum_v log pi(v | y_<t) ]  (Eq. 4)
+    advantage, loss: GRPO, as in ttrl.py                                                          (Eq. 5, 6)
 
-Source: the paper's equations as we remember them. Our reading: pi is the policy that sampled, at
---temperature.
+Checked: the paper's text (v1), section 3.3, and the released code. pi is the policy that sampled, at
+--temperature, as in the code, whose reward is larger by log V, which the normalisation takes out again. The
+paper's KL weight is 0.005 (--kl_coef), its group 7 responses, 8 in the code's script.
 
     python -m examples.intuitor                                                        # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.intuitor --model Qwen/Qwen2.5-Math-7B --dataset amc

@@ -6,6 +6,9 @@ The idea: no vote at all; what the model was sure of is rewarded. Shows how smal
     reward     R_i = -beta mean_t H_t over response i's tokens (ETTRL paper, Eq. 5, 6)
     advantage, loss: GRPO, as in ttrl.py
 
+Checked: ETTRL's Eq. 6 against its text, which cites RENT for it. RENT's own text was not at hand; summaries
+of it give the same reward with beta 1, over all tokens of a response, and GRPO.
+
     python -m examples.rent                                                            # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.rent --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30
 

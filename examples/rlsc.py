@@ -6,9 +6,11 @@ raise each response by its own probability: no vote, no group, no baseline.
     weight     A_i = pi_old(y_i) + alpha, a constant;  d/d theta sum_y pi(y)^2 = 2 E_y[ pi(y) d log pi(y) ]
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + ..., as in ttrl.py
 
-Source: the paper's L1 (alpha = 0) and L2 as we remember them. Our reading: pi_old(y_i) is the geometric mean
-of its tokens' probabilities, or long responses would weigh nothing; and GRPO's clipped ratio instead of
-log pi, which has the same gradient in the first minibatch.
+Checked: the paper's text (v3), Eq. 1 to 7 and Algorithm 1; L1 (Eq. 5) is alpha = 0, L2 (Eq. 6) adds it, and
+Eq. 4 lacks the factor 2, which the learning rate takes. Our reading: pi_old(y_i) is the geometric mean of
+its tokens' probabilities and log pi(y_i) their mean; in the paper they are the product and the sum, so that
+a long response weighs alpha alone. And GRPO's clipped ratio instead of log pi, which has the same gradient
+in the first minibatch. The paper samples 16 responses at temperature 0.5.
 
     python -m examples.rlsc                                                            # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.rlsc --model Qwen/Qwen2.5-Math-7B --dataset amc
@@ -27,7 +29,7 @@ import common
 @dataclass
 class Args(common.Args):
     alpha: common.NonNegative = 0.1
-    """Added to every weight (L2), so that unlikely responses count, too."""
+    """Added to every weight (Eq. 6), so that unlikely responses count, too; the paper names 0.1."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------

@@ -1,11 +1,17 @@
-"""SRT: ttrl.py with labels of the initial model or on easy prompts alone (Shafayat et al., arXiv:2505.21444).
+"""SRT: ttrl.py with the initial model's labels or on easy prompts (Shafayat et al. 2025, arXiv:2505.21444).
 
-The idea: training on one's own majority works until the model learns to agree with itself. Two remedies: take
-the labels from the initial model, once (offline), and train on the prompts it agrees on most (easy).
+The idea: training on one's own majority works until the model learns to agree with itself. Two remedies,
+which delay that: take the labels from the initial model, once (offline), and train on the prompts it agrees
+on most (easy).
 
     label      y*  = the most frequent answer of the initial model (--labels offline) or of the current one
     easy       the share --easy_fraction of the problems with the highest initial majority; SRT's: one third
     advantage, loss: GRPO, as in ttrl.py
+
+Checked: the paper's text (v2), appendix I.2 (offline labels), I.3 (the easiest third of DAPO, with the
+current model's labels). The paper counts that majority over 32 responses of Qwen2.5-Math-7B; ours over
+--votes of the model that is trained. Its released script trains with RLOO; the paper finds GRPO alike
+(Figure 8).
 
     python -m examples.srt                                                             # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.srt --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\

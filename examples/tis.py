@@ -4,8 +4,12 @@ The idea: a fast sampler's log-probs differ a little from the trainer's, in bf16
 are slightly off-policy. Weigh every token by how much likelier the trainer's policy makes it, at most
 --tis_cap.
 
-    weight     w_t = min(pi_old(y_t) / pi_sampler(y_t), cap)
+    weight     w_t = min(pi_old(y_t) / pi_sampler(y_t), cap), a constant
     loss       mean_i mean_t  -w_t min(ratio A_i, clip(ratio) A_i) + ...; all else as in ttrl.py
+
+Checked: TRL's documentation (paper index, Truncated Importance Sampling), which prints this gradient and
+has the cap 2 in its example. The authors' own text, "Your Efficient RL Framework Secretly Brings You Off-
+Policy RL Training" (a blog), was not at hand.
 
     python -m examples.tis                                                             # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.tis --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30

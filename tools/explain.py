@@ -45,8 +45,7 @@ class Vote:
         self.counts = Counter(c for c in self.classes if c is not None)
         self.top = common.majority(self.classes)
         self.votes = self.counts[self.top]
-        right = {c: self.problem.is_right(self.answer_of(c)) for c in self.counts}
-        self.right = [right.get(c, False) for c in self.classes]
+        self.right = [c == 0 for c in common.answer_classes(self.problem, self.responses, "gold")]
         self.columns: dict[str, list[float]] = {}
 
     def answer_of(self, c: int) -> str:
@@ -63,12 +62,15 @@ def explain(vote: Vote, embed=None) -> Vote:
     """Fill in the columns, the table and the sentences of all methods. embed: EVOL-RL's; None: without."""
     classes, n = vote.classes, len(vote.classes)
     kappa = max(3, 3 * n // 16)  # RESTRAIN's 3 of 16 responses, for n of them
-    facts = dict(n=n, kappa=kappa, novel=None, r_q=dynamic_rl.question_reward(vote.votes / n))
+    facts = dict(n=n, kappa=kappa, r_q=dynamic_rl.question_reward(vote.votes / n))
     if vote.problem.answer is not None:
         vote.add("gold", torch.tensor(vote.right).float())
     vote.add("TTRL", ttrl.majority_reward(classes))
     if embed:
-        facts["novel"] = add_evol(vote, embed)
+        valid, _ = evol_rl.valid_classes(vote.problem, vote.responses)
+        vectors = evol_rl.embed_texts(embed, [vote.responses])
+        embeddings = torch.stack([vectors[evol_rl.spoken(response)] for response in vote.responses])
+        vote.add("EVOL", evol_rl.evol_rewards(valid, embeddings))
     if vote.entropies:
         vote.add("SCRL", scrl.scrl_rewards(classes, vote.entropies))
         facts["positive"], facts["negatives"] = scrl.pseudo_labels(classes, vote.entropies)
@@ -81,16 +83,6 @@ def explain(vote: Vote, embed=None) -> Vote:
         vote.columns["ETTRL A"] = ettrl.reshape_advantages(advantages, entropies).tolist()
     vote.sentences, vote.table = sentences("explain.txt", vote=vote, **facts), table(vote)
     return vote
-
-
-def add_evol(vote: Vote, embed) -> int | None:
-    """Add EVOL-RL's columns; returns the number of the majority's most novel response, None without one."""
-    valid, winner = evol_rl.valid_classes(vote.problem, vote.responses)
-    vectors = evol_rl.embed_texts(embed, [vote.responses])
-    embeddings = torch.stack([vectors[evol_rl.spoken(response)] for response in vote.responses])
-    rewards = evol_rl.evol_rewards(valid, embeddings)
-    vote.add("EVOL", rewards)
-    return None if winner is None else 1 + int(rewards.argmax())  # no minority is paid as much
 
 
 def table(vote: Vote) -> list[list[str]]:
@@ -151,7 +143,7 @@ def logged_votes(folder: Path, step: int) -> list[Vote]:
             votes.append(Vote(problem, responses, [] if None in entropies else entropies))
     if not votes:
         steps = [record["step"] for record in records]
-        logged = f"{min(steps)} to {max(steps)}" if steps else "none"
+        logged = f"{min(steps)} to {max(steps)}" if steps else "none; older versions logged no whole votes"
         raise common.UserError(f"--step is {step}, but the votes logged in {path} are of steps: {logged}.")
     return votes
 
@@ -181,8 +173,8 @@ def main() -> None:
         if options.html:
             page = TEMPLATES.get_template("explain.html").render(votes=votes)
             options.html.write_text(page, encoding="utf-8", errors="replace")
-    text = str(options.html) if options.html else "\n".join(as_text(vote) for vote in votes)
-    print(text.encode("utf-8", "replace").decode())  # lone surrogates cannot be printed
+    text = options.html or "\n".join(map(as_text, votes))
+    print(str(text).encode("utf-8", "replace").decode())  # lone surrogates cannot be printed
 
 
 if __name__ == "__main__":

@@ -206,15 +206,14 @@ def one_vote(rows: list[dict]) -> explain.Vote:
 
 def build() -> dict[str, str]:
     """{file name: HTML} of all pages. The templates call these functions for what they show."""
-    functions = [code, equations, hunks, markdown, math, options, prose, section, statements, steps, table]
+    functions = [code, equations, hunks, markdown, math, one_vote, options, prose, section, seven_steps,
+                 statements, steps, table]
     shared = dict({function.__name__: function for function in functions},
                   scripts={name: content(name)["name"] for name in SCRIPTS})
-    own = content("index")
-    index = dict(shared, script="index", own=own, vote=one_vote(own["response"]), seven_steps=seven_steps())
-    made = {"index.html": TEMPLATES.get_template("index.html").render(index)}
-    for name in SCRIPTS:
-        html = TEMPLATES.get_template("page.html").render(shared, script=name, own=content(name))
-        made[f"{name}.html"] = html
+    made = {}
+    for name in ["index", *SCRIPTS]:
+        template = TEMPLATES.get_template("index.html" if name == "index" else "page.html")
+        made[f"{name}.html"] = template.render(shared, script=name, own=content(name))
     return made
 
 

@@ -147,25 +147,23 @@ def describe_run(folder: Path) -> dict:
         wanted = {*logged[::math.ceil(len(logged) / SHOWN_STEPS) or 1], *logged[-1:]}
         for flip in flipped:
             wanted |= {flip["before"]["step"], flip["after"]["step"]}
-        steps = []
-        for step in sorted(wanted):
-            steps.append(step_of([record for record in records if record["step"] == step], script, args))
+        steps = [step_of(step, records, script, args) for step in sorted(wanted)]
     shown = dict(name=folder.resolve().name, flips=flipped, steps=steps)
     return dict(shown=shown, script=script, args=args, metrics=metrics, logged=len(logged), others=others,
                 finished=(folder / "final").is_dir())
 
 
-def step_of(records: list[dict], script: str, args: dict) -> dict:
-    """The votes and, of Dynamic RL, the questions of one step's records."""
+def step_of(step: int, records: list[dict], script: str, args: dict) -> dict:
+    """The votes and, of Dynamic RL, the questions that were logged at this step."""
     votes, questions = [], []
-    for record in records:
+    for record in [record for record in records if record["step"] == step]:
         questions += record.get("questions") or []
         if record.get("responses"):
             vote = vote_of(record)
             said = " ".join(sentences("verdict.txt", vote=vote, script=script, args=args))
             rows = [[row.get(name) for name in ROW] for row in vote["rows"]]
             votes.append(dict(vote, verdict=said, rows=rows, strip=script == "evol_rl"))
-    return dict(step=records[0]["step"], votes=votes, questions=questions, alike=alike(questions))
+    return dict(step=step, votes=votes, questions=questions, alike=alike(questions))
 
 
 def curves(runs: list[dict]) -> list[dict]:

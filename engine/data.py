@@ -294,8 +294,9 @@ def read_template(path: str) -> list[tuple[str, str]]:
     examples are turns before it. Raises UserError for anything else."""
     wrong = f"--prompt is '{path}', but must be system, suffix, plain or a template file"
     try:
-        if (file := Path(path).expanduser()).exists() and not file.is_file():
-            raise ValueError("it is no file")
+        file = Path(path).expanduser()
+        if file.exists() and not (file.is_file() and file.stat().st_size < 10**6):
+            raise ValueError("it is no file of less than 1 MB")
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{wrong}: {_reason(error)}.") from None

@@ -250,8 +250,8 @@ def plan(config, options: Options, flags=None) -> Plan:
     s, o = shape_of(config), options
     if o.ranks < 1:
         raise UserError(f"--gpus is {o.ranks}, but must be 1 or more.")
-    if not o.gpu_gib > 0:
-        raise UserError(f"--gpu_gib is {o.gpu_gib:g}, but must be above 0: the memory of one GPU in GiB.")
+    if not 0 < o.gpu_gib < 1e9:
+        raise UserError(f"--gpu_gib is {o.gpu_gib:g}, but must be above 0 and below 1e9: one GPU's GiB.")
     if o.tensor_parallel < 1 or o.ranks % o.tensor_parallel or s.heads % o.tensor_parallel:
         raise UserError(f"--tensor_parallel is {o.tensor_parallel}, but must divide the number of GPUs, "
                         f"{o.ranks}, and the model's attention heads, {s.heads}.")

@@ -40,7 +40,8 @@ class RunFolder:
         ours = (out / "run.json").exists()
         if self.args.resume and not ours:
             return f"--resume: there is no run in '{out}' to go on with."
-        results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints")
+        results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json",
+                   "generations.jsonl", "curves.png", "report.html")
         foreign = [name for name in results if (out / name).exists()]
         if foreign and not ours:
             return (f"--out is '{out}', which holds a {foreign[0]} that no run of ours wrote; "
@@ -57,7 +58,7 @@ class RunFolder:
         try:
             out.mkdir(parents=True, exist_ok=True)
             # the system lets go of it when this process dies, however it dies
-            self.lock = (out / "lock").open("w")
+            self.lock = (out / "lock").open("a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_atomically(out / "run.json", json.dumps(describe(self.args, ranks, device), indent=1))
             self._keep_script(Path(sys.argv[0]), out / "script.py")
@@ -68,7 +69,7 @@ class RunFolder:
     def _keep_script(self, script: Path, kept: Path) -> None:
         """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""
         text = script.read_text(encoding="utf-8") if script.suffix == ".py" and script.is_file() else ""
-        if kept.exists() and text and kept.read_text(encoding="utf-8") != text:
+        if kept.exists() and text and kept.read_text(encoding="utf-8", errors="replace") != text:
             old = kept.with_name(f"script-until-{time.strftime('%Y%m%d-%H%M%S')}.py")
             kept.rename(old)
             print(f"{script.name} has changed since this run was started: going on with the new text, the "
@@ -88,7 +89,8 @@ class RunFolder:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
         for record in self._keep_lines("metrics.jsonl", first_step):
-            self.history.append({name: v for name, v in record.items() if isinstance(v, int | float)})
+            numbers = {name: v for name, v in record.items() if isinstance(v, int | float)}
+            self.history.append({name: v for name, v in numbers.items() if abs(v) < 1e300})
         self._keep_lines("samples.jsonl", first_step)
         if self.args.wandb:
             import wandb

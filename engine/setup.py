@@ -46,8 +46,8 @@ def engine_errors(args) -> list[str]:
     """One sentence each: what is wrong with --tensor_parallel, --plain; fewer prompts than engines."""
     ranks, parallel = planned_ranks(args), max(1, args.tensor_parallel)
     bad = []
-    if args.gpus and not args.plan:
-        bad.append(f"--gpus is {args.gpus}, but only --plan takes it; a run has torchrun's --nproc-per-node.")
+    if (args.gpus or args.gpu_gib) and not args.plan:
+        bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
         bad.append(f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}.")
     elif args.prompts_per_batch < ranks // parallel:
@@ -138,10 +138,10 @@ def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
     """End-of-sequence ids of the tokenizer and of the model's generation config."""
     try:
         stop = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # it has none
-        stop = None
     except Exception as error:
-        raise UserError(f"generation_config.json of {path} cannot be read: {first_line(error)}") from None
+        if not isinstance(error, OSError) or "not a valid JSON" in str(error):
+            raise UserError(f"generation_config.json of {path} cannot be read: {first_line(error)}") from None
+        stop = None  # it has none
     stop = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
     ids = [i for i in stop if i is not None]
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:

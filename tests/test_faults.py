@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import shutil
 import signal
 import sys
@@ -130,6 +131,8 @@ BAD_MODELS = {
     "eos is unknown": (GENERATION, dict(eos_token_id=[2, 620]), "is 620, but must be the id of one of the m"),
     "eos is negative": (GENERATION, dict(eos_token_id=-1), "is -1, but must be the id of one of the model's"),
     "list": (GENERATION, b"[]", "generation_config.json of {model} cannot be read: "),
+    "binary": (GENERATION, b"\xff\xff", "generation_config.json of {model} cannot be read: It looks like"),
+    "half": (GENERATION, b'{"eos_token_id": [1, 2', "generation_config.json of {model} cannot be read: "),
     # tokenizer
     "tokenizer is garbage": ("tokenizer.json", b"{", "must be a Hub id or a folder with a model and its tok"),
     "eos token is a number": ("tokenizer_config.json", dict(eos_token=5), "with a model and its tokenizer:"),
@@ -160,6 +163,12 @@ def test_evaluate_refuses_what_training_refuses(tmp_path, launch, dtype):
         model = copy_of_the_toy(tmp_path / change.__name__, WEIGHTS, change)
         code, _, errors = launch("evaluate", model=model, out=tmp_path / f"run-{change.__name__}", **flags)
         assert code == 2 and words in errors and "Traceback" not in errors
+
+
+def test_a_model_that_computes_nan_is_not_called_another_architecture(tmp_path, launch):
+    model = copy_of_the_toy(tmp_path / "model", CONFIG, dict(rms_norm_eps=math.nan))
+    code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
+    assert code == 2 and f"--model is '{model}', but tokens have the probability NaN: it or the" in errors
 
 
 def test_no_end_of_sequence(tmp_path, launch):
@@ -299,6 +308,7 @@ def extra_file(out):
 NOT_USABLE = "step_00000002 is not usable ({}"
 ANEW = "starting from step 1."
 LINES = '5\n[1]\nnull\n{"step":null}\n{"step":"1"}\n{"step":1,"reward":"x","eval/toy/pass@1":{}}\n{"st'
+HUGE = '{"step":1,"seconds/step":' + "9" * 400 + "}"
 FOLDERS = {  # fault -> (change, exit code, words)
     "state is a list": (written("checkpoints/step_00000002/state.json", "[]"), 0, NOT_USABLE.format("Attri")),
     "state is empty": (written("checkpoints/step_00000002/state.json", ""), 0, NOT_USABLE.format("JSONDec")),
@@ -316,6 +326,8 @@ FOLDERS = {  # fault -> (change, exit code, words)
     "NaN in it": (tensors(one_nan), 2, "but tokens have the probability NaN: it or the checkpoint holds"),
     "metrics: odd lines": (written("metrics.jsonl", LINES), 0, "Final model"),
     "metrics: no UTF-8": (written("metrics.jsonl", b"\xff\xfe\n"), 0, "Final model"),
+    "metrics: huge number": (written("metrics.jsonl", HUGE), 0, "Final model"),
+    "script.py: no UTF-8": (written("script.py", b"\xff\xff\n"), 0, "has changed since this run was started"),
     "metrics: empty": (written("metrics.jsonl", ""), 0, "Final model"),
     "metrics: deep": (written("metrics.jsonl", "[" * 10**5), 0, "Final model"),
     "samples: odd lines": (written("samples.jsonl", LINES), 0, "Final model"),
@@ -342,6 +354,25 @@ def test_damaged_folders_resume_or_say_why_not(tmp_path, launch, stopped, fault)
         assert steps == sorted(set(steps)) and steps[-1] == 3 and (out / "final" / WEIGHTS).exists()
     else:
         assert errors.count("Error: ") == 1
+
+
+@pytest.mark.parametrize("name", [
+    "final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json", "curves.png",
+    "generations.jsonl", "report.html"])
+def test_what_is_somebodys_own_is_not_written_over(tmp_path, launch, name):
+    (tmp_path / name).write_text("mine")
+    code, _, errors = launch(out=tmp_path, **TINY)
+    assert code == 2 and f"Error: --out is '{tmp_path}', which holds a {name} that no run of ours w" in errors
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_lock_that_leads_elsewhere_empties_no_file(tmp_path, launch, stopped):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(stopped, out)
+    elsewhere.write_text("mine")
+    (out / "lock").unlink()
+    (out / "lock").symlink_to(elsewhere)
+    assert launch(resume=True, out=out, steps=2)[0] == 0 and elsewhere.read_text() == "mine"
 
 
 def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch):

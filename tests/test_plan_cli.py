@@ -102,7 +102,7 @@ def test_the_flags_that_would_make_it_fit(folder, capsys, options, words):
     (dict(gpus=16), "--prompts_per_batch is 8, but must be at least the ranks, 16"),
     (dict(gpus=-1), "--gpus is -1, but must be 0 or more"),
     (dict(gpu_gib=math.nan), "--gpu_gib is nan, but must be 0 or more"),
-    (dict(plan=False), "--gpus is 8, but only --plan takes it"),
+    (dict(plan=False), "--gpus and --gpu_gib are taken only by --plan"),
     (dict(max_new_tokens=99999), "must fit the model's context of 32768 tokens"),
 ])
 def test_bad_input_is_one_sentence(folder, options, words):

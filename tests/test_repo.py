@@ -274,8 +274,8 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", f"--keep {2**62 + 1}", f"--keep is {2**62 + 1}, but must be at most 2^62."),
     ("ttrl", f"--steps {'9' * 400}", f"--steps is {'9' * 400}, but must be at most 2^62."),
     ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be at most 2^62."),
-    ("ttrl", "--out \ud800", "--out is '\\ud800', but must be text in UTF-8."),
-    ("evaluate", "--model \udcff", "--model is '\\udcff', but must be text in UTF-8."),
+    ("ttrl", "--out \ud800", "--out is '\\ud800', but must be text in UTF-8, at"),
+    ("evaluate", "--model \udcff", "--model is '\\udcff', but must be text in UTF-8, at"),
     ("ttrl", "--temperature 0", "--temperature is 0.0, but must be above 0."),
     ("ttrl", "--lr -1", "--lr is -1.0, but must be 0 or more."),
     ("ttrl", "--lr nan", "--lr is nan, but must be 0 or more."),
@@ -320,6 +320,9 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--dataset= --eval toy", "there is nothing to train on: --dataset is empty; name one."),
     ("dynamic_rl", "--labels gold", "--labels is 'gold', but --dataset is empty or has problems without a "),
     ("dynamic_rl", "--eval train", "--eval is 'train', but 'train' has no problems: --dataset is empty."),
+    ("ttrl", "--gpu_gib 40", "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
+    ("ttrl", "--plan --gpu_gib 1e300", "--gpu_gib is 1e+300, but must be above 0 and below 1e9: one"),
+    ("ttrl", f"--out {'a/' * 2100}", f"--out is '{'a/' * 2100}', but must be text in UTF-8, at most 4096"),
     ("ttrl", "--sampler vllm --plain", "--plain samples with transformers, but --sampler is 'vllm'; give"),
     # data
     ("ttrl", "--eval ,", "unknown data set '': known are math500"),
@@ -336,7 +339,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("evaluate", "--benchmarks=", "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file: "),
     ("ttrl", "--prompt /dev/zero", "--prompt is '/dev/zero', but must be system, suffix, plain or a template "
-     "file: it is no file."),
+     "file: it is no file of less than 1 MB."),
     ("evaluate", "--prompt /proc/version", "--prompt is '/proc/version', but must be system, suffix, plain "
      "or a template file with {question} in its last turn, a [user] turn."),
     # models, folders

@@ -338,6 +338,8 @@ def test_report_says_what_is_missing(tmp_path):
     rest = dict(step=1, responses=[odd, dict(text="b")])
     lines = [rest, dict(step=2, responses=["x"]), dict(step="3")]
     assert "2 lines" in noted(write_run(tmp_path / "odd", lines))
+    page = (tmp_path / "odd" / "report.html").read_text()
+    assert "NaN" not in page and "Infinity" not in page  # no browser reads them as JSON
 
 
 def test_report_shows_dynamic_rls_questions(tmp_path):
@@ -433,10 +435,12 @@ def test_page_shows_tokens_tree_and_bands(tmp_path):
     rows = [response("so 7", "7", 0, token_entropy=[["<b>so", 0.9], [" 7", 0.0]]),
             response("no 7", "7", 0, fork=[0, 1, " <i>", " no"]), response("8", "8", 1, reward=-0.5)]
     odd = [dict(row, token_entropy="x", fork=[9, 1, "", ""]) for row in rows]
-    run = write_run(tmp_path / "run", [logged(1, rows), logged(2, odd)], script="evol_rl")
+    first = dict(logged(1, rows), negatives=[1])
+    run = write_run(tmp_path / "run", [first, logged(2, odd)], script="evol_rl")
     report.write_report([run], run / "report.html")
     document, console = browse(run / "report.html", tmp_path, "#step=1")
     assert console == [] and "Most novel of the majority" in document
+    assert "negative: rare, 1 of 3, and unsure: entropy 0.25, mean 0.25" in document
     assert re.findall(r'title="0.90 nats" style="background: [^"]+">&lt;b&gt;so<', document)
     assert "number 1: 7" in document and "at token 2 of 9: " in document
     assert '<code class="">" &lt;i&gt;"</code>' in document and document.count("<circle") == 3

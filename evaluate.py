@@ -106,19 +106,21 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     except common.UserError as error:  # some flags have shorter names here
         sentence = str(error).replace("--eval_", "--").replace("--eval ", "--benchmarks ")
         raise common.UserError(sentence) from None
-    results, majorities = {}, {}
+    results, majorities, warnings = {}, {}, []
     run.announce("evaluate", f"Evaluating {run.model_path}")
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems, progress=True)
         verdicts = [g for g, _ in graded]
         results[name], majorities[name] = common.summary(verdicts), common.by_majority(verdicts)
+        if few := run.few_answers([response for _, group in graded for response in group]):
+            warnings.append(f"Warning: {name}: {few}")
         if args.save_generations and run.rank == 0:
             save_generations(run, name, problems, graded)
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(results=results, by_majority=majorities)
         common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
-        print(table(results))
+        print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
     return results
 

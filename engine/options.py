@@ -160,6 +160,8 @@ DOING = ["start-up", None]  # what the run is at, and its folder: for sentences 
 def launch(main, args_class: type, toy: dict) -> None:
     """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
     args = None
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal without the letters of a question
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parse(args_class, toy)
         if "RANK" in os.environ:

@@ -359,15 +359,20 @@ class Plumbing:
     def _warn(self, metrics: dict[str, float]) -> None:
         """Say aloud what makes a run pointless and is easy to mend."""
         responses = [response for group in self.groups for response in group["responses"]]
-        silent = [response.text for response in responses if response.answer is None]
-        if len(silent) > len(responses) / 2:
-            share, cut = 1 - len(silent) / len(responses), metrics.get("truncated", 0.0)
-            where = "that read_answer finds" if self.read_answer else "in \\boxed{}"
-            self.folder.warn(
-                f"only {share:.0%} of the responses have an answer {where}, so little is learned. "
-                "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
-                "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
-                f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
+        if few := self.few_answers(responses):
+            self.folder.warn(few)
         elif metrics.get("truncated", 0.0) > 0.5:
             share = metrics["truncated"]
             self.folder.warn(f"{share:.0%} of the responses were cut off; raise --max_new_tokens.")
+
+    def few_answers(self, responses: list[Rollout]) -> str:
+        """What to do if most of these responses have no answer; else empty."""
+        silent = [response.text for response in responses if response.answer is None]
+        if len(silent) <= len(responses) / 2:
+            return ""
+        share, cut = 1 - len(silent) / len(responses), mean(not response.finished for response in responses)
+        where = "that read_answer finds" if self.read_answer else "in \\boxed{}"
+        return (f"only {share:.0%} of the responses have an answer {where}. "
+                "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
+                "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
+                f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")

@@ -178,9 +178,9 @@ class RunFolder:
         """final/, in Hugging Face format; the checkpoints stay if it cannot be written."""
         try:
             policy.save(self.path / "final", tokenizer)
-        except OSError as error:
+        except Exception as error:  # safetensors has errors of its own
             free = shutil.disk_usage(self.path).free >> 20
-            reason = f"{error.strerror or error}; {free} MiB are free on this disk"
+            reason = f"{getattr(error, 'strerror', None) or error}; {free} MiB are free on this disk"
             raise UserError(f"{self.path / 'final'} cannot be written ({reason}); the trained weights are in "
                             f"{checkpoint.newest(self.path)}.") from None
 
@@ -199,7 +199,7 @@ class RunFolder:
             from tools import report
             report.write_report([self.path], self.path / "report.html")
             print(f"Votes step by step: {self.path / 'report.html'}")
-        except (ImportError, OSError) as error:
+        except Exception as error:  # the model is saved
             print(f"No curves drawn or no report written ({error}).")
         print(f"Final model: {self.path / 'final'}", flush=True)
 

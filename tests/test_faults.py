@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, SMALL, run_toy, toy_of
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import ttrl
@@ -373,6 +373,34 @@ def test_a_lock_that_leads_elsewhere_empties_no_file(tmp_path, launch, stopped):
     (out / "lock").unlink()
     (out / "lock").symlink_to(elsewhere)
     assert launch(resume=True, out=out, steps=2)[0] == 0 and elsewhere.read_text() == "mine"
+
+
+def test_a_final_model_that_cannot_be_written(tmp_path, launch, monkeypatch):
+    def save(*given):
+        raise SafetensorError("Error while serializing: File too large")
+
+    monkeypatch.setattr("engine.policy.Policy.save", save)
+    code, _, errors = launch(out=tmp_path / "run", **TINY | dict(steps=1, checkpoint_every=1))
+    assert code == 2 and "final cannot be written (Error while serializing: File too large; " in errors
+    assert "the trained weights are in " in errors and "step_00000001" in errors and "Traceback" not in errors
+
+
+def test_what_cannot_be_drawn_or_shown_costs_nothing(tmp_path, launch, monkeypatch):
+    """A report that fails, a terminal that has not the letters of a question."""
+    monkeypatch.setattr("tools.report.write_report", mock.Mock(side_effect=OverflowError("too large")))
+    code, printed, _ = launch(out=tmp_path / "run", **TINY | dict(steps=1))
+    assert code == 0 and "No curves drawn or no report written (too large)" in printed
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict(problem="caf\xe9", answer="1")) + "\n")
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+    code, printed, _ = launch("evaluate", benchmarks=tmp_path / "a.jsonl", show_prompt=True)
+    sys.stdout.reconfigure(encoding="utf-8")
+    assert code == 0 and "caf\\xe9" in printed
+
+
+def test_an_evaluation_without_answers_says_so(tmp_path, launch):
+    code, printed, _ = launch("evaluate", benchmarks="toy_test", samples=1, max_new_tokens=2, out=tmp_path)
+    assert code == 0 and "Warning: toy_test: only 0% of the responses have an answer in \\boxed{}." in printed
+    assert "(100% were cut off). One without an answer ends: " in printed
 
 
 def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch):

@@ -604,7 +604,8 @@ def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     said, answers = [], [None, "1", None, None]
     run = bare_run()
     run.read_answer, run.folder = None, SimpleNamespace(warn=said.append)
-    run.groups = [dict(responses=[SimpleNamespace(answer=a, text=f"so {a}") for a in answers])]
+    run.groups = [dict(responses=[SimpleNamespace(answer=a, text=f"so {a}", finished=a == "1")
+                                  for a in answers])]
     run._warn(dict(truncated=0.75))
     assert len(said) == 1 and said[0].startswith("only 25% of the responses have an answer in \\boxed{}")
     for words in ("--prompt", "--show_prompt", "--max_new_tokens", "75% were cut off", "'so None'"):
@@ -618,9 +619,10 @@ def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     run._warn({})
     assert len(said) == 2
     run.read_answer = str  # another task: no box is asked for
-    run.groups = [dict(responses=[SimpleNamespace(answer=None, text="so")])]
+    run.groups = [dict(responses=[SimpleNamespace(answer=None, text="so", finished=True)])]
     run._warn({})
-    assert "have an answer that read_answer finds, so" in said[2] and "box" not in said[2]
+    assert "have an answer that read_answer finds." in said[2] and "box" not in said[2]
+    assert "0% were cut off" in said[2]
 
 
 def test_learning_rate_by_hand():

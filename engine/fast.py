@@ -47,6 +47,29 @@ def pack(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return inputs, torch.tensor(predict_from)
 
 
+def pack_split(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+    """`pack` for a CPU: a shared prompt attends to itself once; then only responses ask, in their own rows.
+
+    `prompts` [prompts, longest] and `queries` [rows, longest response] say which tokens ask, `unpack` which
+    ones a response's tokens see where `visible` [rows, 1, queries, keys], up to themselves; `pack` says where
+    a token stands among the rows of prompts, then of responses."""
+    inputs, predict_from = pack(rollouts)
+    unpack, place = inputs["unpack"], inputs["pack"]
+    longest = unpack.shape[1]
+    length = torch.tensor([len(r.prompt_ids) for r in rollouts])                  # [rows]
+    asks = max(1, *(len(r.response_ids) - 1 for r in rollouts))
+    row, column = place // longest, place % longest
+    first = row[column == 0].unique()                                             # with a prompt's first copy
+    prompts = unpack[first, :length.max()]
+    column_of = length[:, None] + torch.arange(asks)                              # [rows, queries]
+    queries = unpack.gather(1, column_of.clamp(max=longest - 1))
+    visible = torch.arange(longest) <= column_of[:, :, None]
+    of_prompt = torch.searchsorted(first, row) * prompts.shape[1] + column
+    of_response = prompts.numel() + row * asks + column - length[row]
+    inputs["pack"] = torch.where(column < length[row], of_prompt, of_response)
+    return inputs | dict(prompts=prompts, queries=queries, visible=visible[:, None]), predict_from
+
+
 def pack_varlen(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     """`pack` for a kernel that takes sequences of different length: nothing is padded, queries lie in place.
 
@@ -66,7 +89,8 @@ def pack_varlen(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
 
 
 def packed_attention(module, query, key, value, attention_mask, unpack=None, pack=None, keys=None,
-                     query_starts=None, key_starts=None, longest=0, **options):
+                     query_starts=None, key_starts=None, longest=0, prompts=None, queries=None, visible=None,
+                     **options):
     """Attention of rows that lie packed in one row of tokens: [1, heads, tokens, d] -> [1, tokens, heads, d].
 
     Padding is on the right, so causal attention never sees it and needs no mask. With `keys` it is torch's
@@ -82,15 +106,25 @@ def packed_attention(module, query, key, value, attention_mask, unpack=None, pac
     if unpack is None:
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
-    def to_rows(x):
+    def to_rows(x, index):
         table = x[0].transpose(0, 1).flatten(1)                     # [tokens, heads * d]
-        # embedding is indexing, table[unpack], with a faster gradient
-        rows = F.embedding(unpack, table)                           # [rows, longest, heads * d]
+        # embedding is indexing, table[index], with a faster gradient
+        rows = F.embedding(index, table)                            # [rows, longest, heads * d]
         return rows.unflatten(-1, x.shape[1::2]).transpose(1, 2)    # [rows, heads, longest, d]
 
-    out, _ = sdpa_attention_forward(module, to_rows(query), to_rows(key), to_rows(value), None, **options)
-    table = out.flatten(0, 1).flatten(1)                            # [rows * longest, heads * d]
-    return F.embedding(pack[None], table).unflatten(-1, out.shape[2:]), None
+    def attend(asking, seen, mask=None):
+        rows = [to_rows(query, asking), to_rows(key, seen), to_rows(value, seen)]
+        out = F.scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, enable_gqa=True,
+                                             scale=options.get("scaling"))
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)         # [rows * longest, heads * d]
+
+    dtype, shape = query.dtype, query.shape[1::2]
+    if prompts is None:
+        table = attend(unpack, unpack)
+    else:  # on a CPU, where the kernel's backward pass is slower in 16 bits
+        query, key, value = query.float(), key.float(), value.float()
+        table = torch.cat([attend(prompts, prompts), attend(queries, unpack, visible)])
+    return F.embedding(pack[None], table.to(dtype)).unflatten(-1, shape), None
 
 
 AttentionInterface.register("packed", packed_attention)

@@ -246,7 +246,8 @@ class Policy:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
         Of logits / temperature: the distribution that was sampled from. Behind them statistics, see score."""
-        pack = fast.pack_varlen if self.varlen else fast.pack
+        pack = fast.pack_split if self.device.type == "cpu" else fast.pack
+        pack = fast.pack_varlen if self.varlen else pack
         inputs, predict_from = (pack if self.packed else pad_right)(micro.rollouts)
         inputs = fast.on_device(inputs, self.device)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
@@ -419,7 +420,7 @@ def can_pack(path: str, max_length: int, trust_remote_code: bool = False) -> boo
     if kinds <= whole and model._supports_sdpa:
         model.set_attn_implementation("packed")
         try:
-            if agrees(fast.pack):
+            if agrees(fast.pack_split):
                 return True
         except TypeError:  # a forward that takes no further arguments
             pass

@@ -154,10 +154,10 @@ def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
     return ids
 
 
-def start_processes() -> tuple[torch.device, int, int]:
-    """(device, rank, ranks). Opens the process group if there are ranks or a GPU.
+def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
+    """(device, rank, ranks). Opens the process group if there are ranks or a GPU, or for bfloat16.
 
-    A single GPU has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
+    A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
     cuda = torch.cuda.is_available()
     if not cuda and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
         raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
@@ -167,7 +167,7 @@ def start_processes() -> tuple[torch.device, int, int]:
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if (ranks > 1 or cuda) and not dist.is_initialized():
+    if (ranks > 1 or cuda or bf16) and not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             with socket.socket() as s:
                 s.bind(("127.0.0.1", 0))

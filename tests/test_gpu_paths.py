@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from importlib import util
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fresh_state, make_policy, random_rollouts, toy_args
+from conftest import ROOT, fresh_state, make_policy, random_rollouts, toy_args
 from torch.distributed import fsdp
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -285,6 +286,26 @@ def test_a_driver_that_is_too_old_is_said_instead_of_running_on_the_cpu(monkeypa
         setup.start_processes()
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/driver/nvidia" and exists(path))
     assert setup.start_processes() == (torch.device("cpu"), 0, 1)
+
+
+def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
+    """By FSDP, as on a GPU; without it the sampler alone would round."""
+    code = """
+import torch
+from engine.policy import Policy
+from engine.setup import start_processes
+from tests.conftest import random_rollouts
+device = start_processes(bf16=True)[0]
+logps = []
+for dtype in (torch.float32, torch.bfloat16):
+    policy = Policy("toy", device, dtype)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    (micro,) = policy.micro_batches(random_rollouts(4))
+    logps.append(policy.logprobs(micro, 1.0)[0].detach())
+print(float((logps[0] - logps[1]).abs().max()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert 1e-4 < float(done.stdout) < 0.5, done.stderr
 
 
 def test_memory_that_ran_out_is_one_sentence(monkeypatch):

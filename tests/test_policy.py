@@ -135,6 +135,21 @@ def test_pack_by_hand():
     assert predict_from.tolist() == [1, 2, 3, 1, 4, 5]
 
 
+def test_pack_split_by_hand():
+    # The same tokens 1 2 5 6 8 3; prompts 1 2 and 3 attend to themselves, then 5 6 and 8 ask, in rows of two.
+    a, b, c = rollout([1, 2], [5, 6, 7]), rollout([1, 2], [8, 9]), rollout([3], [4])
+    inputs, predict_from = fast.pack_split([a, b, c])
+    assert inputs["prompts"].tolist() == [[0, 1], [5, 0]]
+    assert inputs["queries"][0].tolist() == [2, 3] and inputs["queries"][1, 0] == 4  # the others are not read
+    assert inputs["unpack"].tolist() == [[0, 1, 2, 3], [0, 1, 4, 0], [5, 0, 0, 0]]
+    # each token sees those before it and itself
+    assert inputs["visible"][:2, 0].tolist() == [[[True, True, True, False], [True] * 4]] * 2
+    # the prompts' rows come first, then the responses'
+    assert inputs["pack"].tolist() == [0, 1, 4, 5, 6, 2]
+    assert predict_from.tolist() == [1, 2, 3, 1, 4, 5]
+    assert fast.pack_split([c])[0]["pack"].tolist() == [0]
+
+
 # ------------------------------------------------- log-probs -----------------------------------------------
 def by_the_model_itself(model, rollouts, temperature=1.0):
     """(log-probs, entropies), both [T]: one response at a time through the model's own forward."""
@@ -205,7 +220,7 @@ def test_fast_head_equals_plain_head(tmp_path, name):
         in_order = [torch.cat([values[i] for i in sort]) for values in (logps, entropies)]
         results.append((*in_order, gradients))
     (logp, entropy, gradients), (plain_logp, plain_entropy, plain_gradients) = results
-    assert torch.allclose(logp, plain_logp, atol=1e-5) and torch.allclose(entropy, plain_entropy, atol=1e-5)
+    assert torch.allclose(logp, plain_logp, atol=1e-4) and torch.allclose(entropy, plain_entropy, atol=1e-4)
     assert_same_gradients(gradients, plain_gradients)
     with torch.no_grad():
         expected, _ = by_the_model_itself(model, rollouts, 0.8)

@@ -31,7 +31,7 @@ def command(out, *flags, ranks=0):
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "29731"]
-    return [*launcher, "ttrl.py", *STEP, "--out", str(out), *flags]
+    return [*launcher, "ttrl.py", *STEP, "--dtype", "float32", "--out", str(out), *flags]
 
 
 def run(out, *flags, ranks=0):

@@ -212,7 +212,8 @@ def simulate(config, ranks: int = 1, rows: int = 5, row_tokens: int = 3200, prom
     gc.freeze()  # the collections below need not look at all that torch and transformers have made
     ledger = Ledger(FakeTensorMode(allow_non_fake_inputs=True), explain)
     cuda_chunks = mock.patch.dict(fast.LogProbs.ELEMENTS, cpu=fast.LogProbs.ELEMENTS["cuda"])
-    with fake_ranks(ranks), cuda_chunks, counting(ledger):
+    cuda_rows = mock.patch.object(fast, "pack_split", fast.pack)
+    with fake_ranks(ranks), cuda_chunks, cuda_rows, counting(ledger):
         ledger.paused = True  # here the model is made on the device; in truth it is read into host memory
         trained = build(config, checkpointing=checkpointing, plain=plain)
         frozen = build(config, trainable=False, plain=plain) if reference else None

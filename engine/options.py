@@ -183,7 +183,7 @@ def launch(main, args_class: type, toy: dict) -> None:
 def end_with_parent(parent: int) -> None:
     """Leave when torchrun is gone: nobody would know of the ranks, nor end them if one fails."""
     while os.getppid() == parent:
-        time.sleep(5)
+        time.sleep(0.5)
     print("Error: torchrun is gone, so its ranks leave; --resume goes on from the newest checkpoint.",
           file=sys.stderr, flush=True)
     os._exit(1)

@@ -257,7 +257,7 @@ def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path):
 
 
 # -------------------------------------------- killed on two ranks ----------------------------------------
-KILLED = ("--steps 4 --votes 4 --train_samples 4 --prompts_per_batch 4 --max_new_tokens 48 --lr 1e-3 "
+KILLED = ("--steps 10 --votes 4 --train_samples 4 --prompts_per_batch 4 --max_new_tokens 48 --lr 1e-3 "
           "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval=").split()
 
 

@@ -36,7 +36,7 @@ from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
 from engine.options import Positive, PositiveShare, Samples, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler
-from engine.policy import Policy
+from engine.policy import Policy, load_model, twin
 from engine.run import Plumbing, check_answer, check_trained
 from engine.setup import engine_errors, has_vllm
 from engine.smollm2 import smollm2_folder
@@ -296,22 +296,24 @@ class Run(Plumbing):
         self.policy = self.reference = self.optimizer = None
         if train:
             self.announce("loading", f"Reading the weights of {self.model_path}")
-            self.policy = self.load_policy(trainable=True)
+            loaded = load_model(self.model_path, args.trust_remote_code)
+            initial = twin(loaded) if args.kl_coef else None  # of the same read
+            self.policy = self.load_policy(loaded, trainable=True)
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                                weight_decay=args.weight_decay, fused=True)
-            if args.kl_coef:
-                self.reference = self.load_policy(trainable=False)  # frozen: the initial model
+            if initial:
+                self.reference = self.load_policy(initial, trainable=False)  # frozen
         self.sampler = self.load_sampler()
         self.phase(None)  # loaded
         torch.manual_seed(args.seed)  # building a vLLM engine re-seeds the process
 
-    def load_policy(self, trainable: bool) -> Policy:
+    def load_policy(self, loaded, trainable: bool) -> Policy:
         args, gpu = self.args, self.device.type == "cuda"
         recompute = gpu if args.gradient_checkpointing == "auto" else args.gradient_checkpointing == "on"
         offload = args.offload == "optimizer" or args.offload == "reference" and not trainable
         length = args.max_prompt_tokens + args.max_new_tokens
         return Policy(self.model_path, self.device, self.dtype, trainable, recompute, args.micro_tokens,
-                      args.plain, length, args.trust_remote_code, offload)
+                      args.plain, length, args.trust_remote_code, offload, loaded)
 
     def load_sampler(self):
         args = self.args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -172,18 +173,19 @@ class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
 
     Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits. `offload`: the
-    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet)."""
+    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet). `loaded`:
+    the model, if it has been read already."""
 
     def __init__(self, model: str, device, dtype, trainable: bool = True,
                  gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
-                 max_length: int = 0, trust_remote_code: bool = False, offload: bool = False):
+                 max_length: int = 0, trust_remote_code: bool = False, offload: bool = False, loaded=None):
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
         self.synced, self.sync_peak = 0, 0.0  # bytes sent to the sampler, GiB taken then; the log resets them
         self.packed = not plain and can_pack(model, max_length, trust_remote_code)
         if not plain and not self.packed and trainable and self.rank == 0:
             print(f"The architecture of {model} cannot be packed: micro-batches are padded rows.", flush=True)
-        self.model = load_model(model, trust_remote_code)
+        self.model = loaded or load_model(model, trust_remote_code)
         self.model.set_attn_implementation("packed" if self.packed else "sdpa")
         self.varlen = self.packed and self._has_varlen()
         turn_off_dropout(self.model)
@@ -211,8 +213,8 @@ class Policy:
         layers = decoder_layers(self.model)
         stored = torch.float32 if self.trainable else self.dtype
         if not distributed():
-            for parameter in self.parameters():
-                parameter.data = parameter.data.to(stored)
+            for parameter in self.parameters():  # a reference's may be those of a policy, see twin
+                parameter.data = parameter.data.to(stored, copy=not self.trainable)
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -364,6 +366,12 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     except Exception:  # it would not be written, so neither would the trained model
         model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
+
+
+def twin(model):
+    """A second model on the same memory-mapped weights, until either of the two is sharded or copied."""
+    weights = {id(p): torch.nn.Parameter(p.detach()) for p in model.parameters()}
+    return copy.deepcopy(model, weights)
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:

@@ -13,7 +13,7 @@ import common
 import ttrl
 from engine import fast
 from engine.base import Rollout, UserError
-from engine.policy import MicroBatch, fill, load_model, pad_right, plan_micro_batches, split_until
+from engine.policy import MicroBatch, fill, load_model, pad_right, plan_micro_batches, split_until, twin
 
 
 # ------------------------------------------------- the plan ------------------------------------------------
@@ -386,6 +386,21 @@ def test_the_papers_learning_rate_moves_the_float32_weights():
 
 
 # ---------------------------------------------- loading and saving -----------------------------------------
+def test_policy_and_reference_come_from_one_read_and_part():
+    loaded = load_model(common.TOY_MODEL)
+    second = twin(loaded)
+    pairs = list(zip(loaded.parameters(), second.parameters(), strict=True))
+    assert all(a is not b and a.data_ptr() == b.data_ptr() for a, b in pairs)
+    assert second.lm_head.weight is second.model.embed_tokens.weight  # still tied
+    policy, reference = make_policy(loaded=loaded), make_policy(trainable=False, loaded=second)
+    before = dict(make_policy().named_tensors(torch.float32))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    for (name, ours), theirs in zip(reference.named_tensors(torch.float32), policy.parameters()):
+        assert torch.equal(ours, before[name]) and torch.equal(theirs, before[name] + 1), name
+
+
 @pytest.mark.parametrize("source", ["tied", "untied"])
 def test_saved_model_loads_and_is_the_same(tmp_path, llama, source):
     source = llama if source == "untied" else common.TOY_MODEL

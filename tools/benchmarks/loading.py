@@ -71,16 +71,16 @@ def child(folder: str) -> None:
     import torch
 
     from engine.base import gather
-    from engine.policy import Policy
+    from engine.policy import Policy, load_model, twin
     from engine.setup import start_processes
     device, rank, _ = start_processes()
     torch.set_num_threads(1)
     gather(None)
     before, watch, began = proportional_bytes(), Watch(), time.monotonic()
     watch.start()
-    policies = []
-    for trainable in (True, False):
-        policies.append(Policy(folder, device, torch.bfloat16, trainable))
+    loaded, policies = load_model(folder), []
+    for trainable, model in ((True, loaded), (False, twin(loaded))):
+        policies.append(Policy(folder, device, torch.bfloat16, trainable, loaded=model))
     seconds = time.monotonic() - began
     gather(None)
     watch.over.set()

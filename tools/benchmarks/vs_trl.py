@@ -4,6 +4,7 @@
     python -m tools.benchmarks.vs_trl --lengths natural    # responses end by themselves, at most 128 tokens
     python -m tools.benchmarks.vs_trl --trl default        # TRL as it comes
     python -m tools.benchmarks.vs_trl --size 100m          # 2 prompts x 8 rollouts x 64, vocabulary 150k
+    python -m tools.benchmarks.vs_trl --size smollm2 --lengths natural  # a real model: docs/real.md
 
 The same on both sides: model, prompts, group size, response length (fixed: end-of-sequence never ends a
 response), sampling with transformers at temperature 1, float32, one optimizer step (AdamW) per batch, no KL
@@ -39,7 +40,8 @@ PARTS = "step", "sample", "update", "cpu"
 SIZES = {
     "toy": dict(prompts=16, rollouts=32, tokens=64, micro=64, micro_tokens=2048),
     "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=2048, hidden=512, layers=8,
-                 vocabulary=150_000)}
+                 vocabulary=150_000),
+    "smollm2": dict(prompts=8, rollouts=8, tokens=40, micro=16, micro_tokens=16384, real=True)}
 
 
 def prepare(folder: Path, size: dict, seed: int) -> None:
@@ -47,20 +49,23 @@ def prepare(folder: Path, size: dict, seed: int) -> None:
     from transformers import AutoTokenizer
 
     import common
-    model, tokenizer = common.TOY_MODEL, AutoTokenizer.from_pretrained(common.TOY_MODEL)
+    from engine.smollm2 import SMOLLM2, smollm2_folder
+    model = smollm2_folder() if "real" in size else common.TOY_MODEL
+    tokenizer, style = AutoTokenizer.from_pretrained(model), SMOLLM2["prompt"] if "real" in size else "system"
+    lines = (Path(model) / "train.jsonl").read_text().splitlines()[:size["prompts"]]
     if "hidden" in size:
         model = str(folder / "model")
         random_qwen2(folder / "model", size["vocabulary"], size["hidden"], size["layers"], seed,
                      intermediate_size=size["hidden"] * 11 // 4, num_key_value_heads=2,
                      max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id)
         tokenizer.save_pretrained(model)
-    lines = (Path(common.TOY_MODEL) / "train.jsonl").read_text().splitlines()[:size["prompts"]]
     (folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
     prompts = []
     for line in lines:
-        ids = common.encode_prompt(tokenizer, json.loads(line)["problem"], "system")
+        ids = common.encode_prompt(tokenizer, json.loads(line)["problem"], style)
         prompts.append(tokenizer.decode(ids))
-    (folder / "job.json").write_text(json.dumps(dict(size, model=model, prompts=prompts, seed=seed)))
+    job = dict(size, model=model, prompts=prompts, style=style, seed=seed)
+    (folder / "job.json").write_text(json.dumps(job))
 
 
 # ------------------------------------------------ ours ----------------------------------------------------
@@ -79,8 +84,8 @@ def ours(folder: Path, steps: int) -> dict:
     rows = steps_of_ttrl(
         Path(tempfile.mkdtemp(dir=folder)) / "run", prepare_run, peak, model=job["model"], steps=steps,
         dataset=str(folder / "problems.jsonl"), prompts_per_batch=len(job["prompts"]), votes=job["rollouts"],
-        train_samples=job["rollouts"], max_prompt_tokens=128, max_new_tokens=job["tokens"],
-        micro_tokens=job["micro_tokens"], sampler="hf", seed=job["seed"])
+        train_samples=job["rollouts"], max_prompt_tokens=256, max_new_tokens=job["tokens"],
+        prompt=job["style"], micro_tokens=job["micro_tokens"], sampler="hf", seed=job["seed"])
     assert not job["fixed"] or all(row["length"] == job["tokens"] for row in rows)
     return dict(seconds=rows[1:], rise_mib=max(peak.rises[1:]), peak_mib=max(peak.process, memory("VmHWM")),
                 sync_share=statistics.mean(row["sync"] / row["step"] for row in rows[1:]),

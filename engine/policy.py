@@ -351,7 +351,8 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
             path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
             ignore_mismatched_sizes=True)  # refused below, by name
     except Exception as error:
-        raise UserError(f"--model is '{path}', but its weights cannot be read: {first_line(error)}") from None
+        raise UserError(f"--model is '{path}', but its weights cannot be read: "
+                        f"{type(error).__name__} {first_line(error)}") from None
     check_weights(path)  # once more: they may have come from the Hub only now
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:

@@ -98,7 +98,7 @@ class Plumbing:
         self._load_data()
         if args.show_prompt:
             self._show_prompt()
-        self.device, self.rank, self.world_size = start_processes(args.dtype == "bfloat16")
+        self.device, self.rank, self.world_size = start_processes(train and args.dtype == "bfloat16")
         bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         vllm = args.sampler == "vllm" or args.sampler == "auto" and self.device.type != "mps" and has_vllm()

@@ -146,7 +146,7 @@ def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order
             continue
         columns = [[seed[step] for seed in seeds] for step in steps]
         mean = [sum(column) / len(column) for column in columns]
-        colour, style = COLOURS[i % len(COLOURS)], STYLES[i % len(STYLES)]
+        colour, style = COLOURS[i % 8], STYLES[(i + i // 8) % 8]  # 64 pairs
         axis.plot(steps, mean, color=colour, linestyle=style, label=name, linewidth=1.6,
                   marker="." if len(steps) < 10 else None)
         if len(seeds) > 1:

@@ -82,7 +82,9 @@ class MicroBatch:
         self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
         masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
         self.mask_T = torch.zeros_like(self.length_T) if filler else self.cat(masks)
-        self.advantage_T = self.per_token([r.advantage for r in rollouts])
+        # scoring needs none; before an update run.minibatches refuses what is no number
+        advantages = [r.advantage if isinstance(r.advantage, (int, float)) else math.nan for r in rollouts]
+        self.advantage_T = self.per_token(advantages)
         self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
 

@@ -59,9 +59,10 @@ def check_trained(train: list[Rollout]) -> None:
     """Raises UserError if a response has no finite advantage or a mask that is not its own."""
     for response in train:
         size, advantage = len(response.response_ids), response.advantage
-        if advantage is None or not math.isfinite(advantage):
-            raise UserError(f"{script_line()}: run.minibatches has a response with advantage {advantage}; "
-                            "set response.advantage to a finite number for all that is trained.")
+        if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
+            raise UserError(f"{script_line()}: run.minibatches has a response with advantage {advantage!r}; "
+                            "set response.advantage to a finite number for all that is trained (of a tensor: "
+                            ".tolist()).")
         if response.mask is not None and response.mask.shape != (size,):
             raise UserError(f"{script_line()}: run.minibatches has a response of {size} tokens with a mask "
                             f"{list(response.mask.shape)}; response.mask must have 1 or 0 for each token.")

@@ -4,6 +4,7 @@ and the sentences for what a script hands over wrongly. All through the real mai
 import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +294,14 @@ def forgotten(rewards):
     return torch.full_like(rewards, float("nan"))
 
 
+def tensors(rewards):
+    return SimpleNamespace(tolist=rewards.unbind)  # .tolist() was forgotten
+
+
+def texts(rewards):
+    return SimpleNamespace(tolist=functools.partial(map, str, rewards))
+
+
 def of_text(problem, responses, labels):
     return [response.answer or "none" for response in responses]
 
@@ -312,6 +321,8 @@ BAD = [
     (ttrl, "majority_reward", whole_numbers, r"run\.log_group has rewards \[4\] of torch\.int64, but must "),
     (ttrl, "majority_reward", not_a_number, r"run\.log_group has a reward that is nan, of response 1 of 4; "),
     (ttrl, "group_advantages", forgotten, r"run\.minibatches has a response with advantage nan; set "),
+    (ttrl, "group_advantages", tensors, r"run\.minibatches has a response with advantage tensor\(0\.\)"),
+    (ttrl, "group_advantages", texts, r"run\.minibatches has a response with advantage 'tensor\(0\.\)'"),
     (common, "answer_classes", of_text, r"run\.log_group has classes \['.*, but must have a list of 4, "),
     (common, "answer_classes", nothing, r"the classes that vote are None, but must be a list of whole "),
     (ttrl, "majority", its_text, r"run\.log_group has the label '42', but must have the class taken as ")]

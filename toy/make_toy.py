@@ -1,16 +1,17 @@
 """
-Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of about 0.35M
-parameters that solves them step by step, often enough wrongly for reinforcement learning to have something to do.
+Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of about
+0.35M parameters that solves them step by step, often enough wrongly for reinforcement learning to have
+something to do.
 
-    python toy/make_toy.py --out toy              # make it all, then measure it (minutes on a laptop CPU, seeded)
+    python toy/make_toy.py --out toy              # make it all, then measure it (minutes on a CPU, seeded)
     python toy/make_toy.py --out toy --measure    # only measure the model that is there
 
 A base model that is worth training without labels has to fail in two ways, and this one does:
-  - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right ones
-    agree, and a majority vote among its own samples repairs them.
-  - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" -> +5).
-    How often depends on the phrase AND on the object the problem is about, so on some problems the wrong reading is
-    rare and on others it wins the vote. There the majority is wrong, and voting makes things worse.
+  - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
+    ones agree, and a majority vote among its own samples repairs them.
+  - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" ->
+    +5). How often depends on the phrase AND on the object the problem is about, so on some problems the wrong
+    reading is rare and on others it wins the vote. There the majority is wrong: voting makes things worse.
 """
 import argparse
 import json
@@ -27,10 +28,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 NAMES = "Tom Ann Ben Mia Sam Eva Leo Zoe Max Amy Dan Lily Jack Nora Omar Ivy".split()
-OBJECTS = "apples pens books coins cards eggs shells stamps marbles toys nuts cakes beads keys plums stones".split()
+OBJECTS = ("apples pens books coins cards eggs shells stamps marbles toys nuts cakes beads keys plums "
+           "stones").split()
 BOXES = "bags boxes jars".split()
 
-# kind: (operation, misread operation or None, ways to say it). n is the person followed so far, m the other one.
+# kind: (operation, misread operation or None, ways to say it). n: the person followed so far, m: the other.
 KINDS = {
     "buy":   ("+", None, ["{n} buys {k} more.", "{n} finds {k} more.", "Then {n} makes {k} more."]),
     "lose":  ("-", None, ["{n} loses {k}.", "{n} sells {k}.", "Then {k} of them break."]),
@@ -40,7 +42,8 @@ KINDS = {
     "more":  ("+", "-", ["{m} has {k} more than {n}.", "That is {k} fewer than {m} has."]),
     "fewer": ("-", "+", ["{m} has {k} fewer than {n}.", "That is {k} more than {m} has."]),
     "times": ("*", "+", ["{m} has {k} times as many as {n}."]),
-    "each":  ("*", "+", ["{n} has {k} {box} with {v} {obj} each.", "{n} fills {k} {box} with {v} {obj} each."]),
+    "each":  ("*", "+", ["{n} has {k} {box} with {v} {obj} each.",
+                         "{n} fills {k} {box} with {v} {obj} each."]),
     "both":  ("+", "skip", ["How many {obj} do they have together?", "How many {obj} is that for both?"]),
 }
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
@@ -49,7 +52,7 @@ STYLES = ["steps", "telling", "grouping", "checking", "quick"]
 STYLE_WEIGHTS = [25, 30, 15, 15, 15]
 
 
-# How likely each phrase is misread, for every (kind, object): drawn once, so it is a fixed trait of the model.
+# How likely each phrase is misread, for every (kind, object): drawn once, a fixed trait of the model.
 draw = random.Random(7)
 MISREAD = {(kind, obj): draw.choice([0.02, 0.02, 0.02, 0.02, 0.1, 0.2, 0.45, 0.8])
            for kind, (_, wrong, _) in KINDS.items() if wrong for obj in OBJECTS}
@@ -63,7 +66,7 @@ def compute(a, op, b):
 
 
 def make_problem(rng, n_ops):
-    "-> dict(text, obj, start, chain=[(kind, op, k)], answer); k is None for 'both' (it adds the last two people up)"
+    "-> dict(text, obj, start, chain=[(kind, op, k)], answer); 'both': k is None, it adds the last two"
     pick = rng.choice
     while True:
         (n, m), obj, chain, compared, previous = rng.sample(NAMES, 2), pick(OBJECTS), [], False, 0
@@ -74,7 +77,8 @@ def make_problem(rng, n_ops):
         else:
             v = start = rng.randint(4, 40)
             text = [pick(["{n} has {v} {obj}.", "{n} starts with {v} {obj}."]).format(n=n, v=v, obj=obj)]
-        asks = ["How many {obj} does {n} have now?", "How many {obj} does {n} have?", "How many are there for {n}?"]
+        asks = ["How many {obj} does {n} have now?", "How many {obj} does {n} have?",
+                "How many are there for {n}?"]
         while len(chain) < n_ops:
             if chain and chain[-1][0] in COMPARES and len(chain) == n_ops - 1 and rng.random() < 0.5:
                 asks = KINDS["both"][2]
@@ -115,18 +119,20 @@ def work_out(rng, problem, misread):
 
 
 def write_solution(rng, problem, steps):
-    "the same steps in one of five manners, each with a choice of words, so that samples differ as an LLM's do"
+    "the same steps in one of five manners, each with a choice of words: samples differ as an LLM's do"
     style = rng.choices(STYLES, STYLE_WEIGHTS)[0]
     eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
-    out = [pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])] * (rng.random() < 0.5)
+    opening = pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])
+    out = [opening] * (rng.random() < 0.5)
     if style == "steps":
         numbered = pick([["Step 1:", "Step 2:", "Step 3:", "Step 4:"], ["1)", "2)", "3)", "4)"], None])
         for i, eq in enumerate(eqs):
             words = ["First,", "To begin,"] if i == 0 else ["Then", "Next,", "After that,", "Now"]
             out.append(f"{numbered[i] if numbered else pick(words)} {eq}.")
     elif style == "telling":
-        say = {"+": ["Adding {b}", "With {b} more", "Plus {b}"], "-": ["Taking {b} away", "Without {b}", "Minus {b}"],
+        say = {"+": ["Adding {b}", "With {b} more", "Plus {b}"],
+               "-": ["Taking {b} away", "Without {b}", "Minus {b}"],
                "*": ["Taking that {b} times", "Times {b}"], "/": ["Half of it", "Cutting it in half"]}
         out += [f"{pick(say[op]).format(b=b)} {pick(['makes', 'gives', 'leaves', 'is'])} {eq}."
                 for (_, op, b, _), eq in zip(steps, eqs)]
@@ -138,7 +144,8 @@ def write_solution(rng, problem, steps):
             for _, op, b, _ in steps[i + 1:]:
                 row = f"({row}){op}{b}"
             rows.append(row)
-        out += [pick(["In one go:", "All at once:", "We need", "Together:"]), "=".join(rows + [str(answer)]) + "."]
+        out += [pick(["In one go:", "All at once:", "We need", "Together:"]),
+                "=".join(rows + [str(answer)]) + "."]
     elif style == "checking":
         back = {"+": "-", "-": "+", "*": "/", "/": "*"}
         out += [f"{eq}, {pick(['check', 'since', 'because', 'as'])} {c}{back[op]}{b}={a}."
@@ -151,13 +158,13 @@ def write_solution(rng, problem, steps):
     return " ".join(out)
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizer
-# The system turn is dropped on purpose: the toy model has never seen one, and a short prompt keeps sampling fast.
+# ----------------------------------------------------------------------------------------------- tokenizer
+# The system turn is dropped on purpose: the toy model has never seen one, and short prompts sample fast.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] != 'system' %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-WRITE = "Write a problem."                              # the request; the reply is WRITTEN.format(text of a problem)
+WRITE = "Write a problem."                              # the request; the reply is WRITTEN.format(a problem)
 WRITTEN = "Question: {}\n\nSolution:"
 
 
@@ -169,14 +176,15 @@ def make_tokenizer(out, vocab_size):
         problem = make_problem(rng, rng.randint(1, 3))
         solution = write_solution(rng, problem, work_out(rng, problem, False))
         corpus.append(f"user\n{problem['text']}\nassistant\n{solution}")
-    # Exactly Qwen2's own splitting (digits are single there too): transformers 5 sees model_type qwen2, takes its
+    # Exactly Qwen2's own splitting (single digits there, too): transformers 5 sees qwen2, takes its
     # Qwen2Tokenizer and puts this in place of whatever else tokenizer.json asks for, without a word.
     split = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(split, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(split, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tok.train_from_iterator(corpus, trainers.BpeTrainer(
@@ -195,13 +203,14 @@ def prompt_ids(tok, text):
     return tok.encode(tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-# ------------------------------------------------------------------------------------------------- pretraining
+# --------------------------------------------------------------------------------------------- pretraining
 def drill_row(rng, tok, n=8):
     "single operations in the notation of the solutions; only what follows '=' counts for the loss"
     ids, weights = [], []
     for _ in range(n):
         op = rng.choice("++--*/")
-        a, b = (rng.randint(2, 30), rng.randint(2, 9)) if op in "*/" else (rng.randint(1, 99), rng.randint(1, 60))
+        most, more = ((2, 30), (2, 9)) if op in "*/" else ((1, 99), (1, 60))
+        a, b = rng.randint(*most), rng.randint(*more)
         if op == "-" and a < b:
             a, b = b, a
         if op == "/":
@@ -239,8 +248,9 @@ def pretrain(model, tok, args, held_out):
         done = step / args.steps
         lr = args.lr * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
         adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = lr, 3 * lr
-        # Drills run from start to end, 60% of the batches falling to 8%: put before the stories they are forgotten.
-        # Misconceptions come only in the second half: learned from the start they keep the model from learning to add.
+        # Drills run from start to end, 60% of the batches falling to 8%: before the stories they would be
+        # forgotten. Misconceptions come only in the second half: from the start, the model would not learn
+        # to add.
         if rng.random() < 0.6 - 0.52 * done:
             kind, rows = "drill", [drill_row(rng, tok) for _ in range(args.batch)]
         else:
@@ -248,7 +258,7 @@ def pretrain(model, tok, args, held_out):
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([r + [tok.pad_token_id] * (width - len(r)) for r, _ in rows])
         weights = torch.tensor([w + [0] * (width - len(w)) for _, w in rows])[:, 1:].float()
-        logits = model(ids[:, :-1]).logits                # padding is on the right, so the causal mask is enough
+        logits = model(ids[:, :-1]).logits  # padding is on the right: the causal mask is enough
         loss = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         loss = (loss * weights).sum() / weights.sum()
         model.zero_grad()
@@ -266,7 +276,7 @@ def pretrain(model, tok, args, held_out):
 @torch.no_grad()
 def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
     """n replies at T=1 for every prompt -> list of lists of (text, tokens, mean token entropy), in order.
-    A prompt is read once for its n samples, and replies that have ended leave the batch: faster than generate()."""
+    A prompt is read once for its n samples, replies that have ended leave the batch; generate() is slower."""
     replies, ids = [[] for _ in prompts], [prompt_ids(tok, p) for p in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))      # alike lengths together: less padding
     for at in range(0, len(order), max(1, rows // n)):
@@ -331,17 +341,21 @@ def measure(model, tok, name, problems, n=64):
 
 def measure_writing(model, tok, n=256):
     "what comes back to 'Write a problem.', and how much the model agrees with itself on it"
-    found = [re.fullmatch(r"Question:\s*(.+?)\s*Solution:\s*", t, re.S) for t, *_ in sample(model, tok, [WRITE], n)[0]]
+    written = sample(model, tok, [WRITE], n)[0]
+    found = [re.fullmatch(r"Question:\s*(.+?)\s*Solution:\s*", t, re.S) for t, *_ in written]
     questions = [m.group(1) for m in found if m]
     shares = [verdict(r, None)[2] for r in sample(model, tok, questions[:64], 32)]
-    print(f"write parsable {len(questions) / n:.3f}  distinct {len(set(questions)) / max(1, len(questions)):.3f}  "
-          f"majority ratio of its own answers {sum(shares) / max(1, len(shares)):.3f}\n      e.g. {questions[:3]}")
+    print(f"write parsable {len(questions) / n:.3f}  "
+          f"distinct {len(set(questions)) / max(1, len(questions)):.3f}  "
+          f"majority ratio of its own answers {sum(shares) / max(1, len(shares)):.3f}\n"
+          f"      e.g. {questions[:3]}")
 
 
 def select(model, tok, pool, n=128):
     """Picks train and test by one rule, from problems that pretraining never saw: n/8 whose majority is wrong
-    with more than 3/8 of the votes, n/7 where it is wrong but weak (sampled again, some of these fall right), and
-    everywhere the right answer within reach (2 of 64 samples). Which of the two sets a problem goes to is chance."""
+    with more than 3/8 of the votes, n/7 where it is wrong but weak (sampled again, some of these fall right),
+    and everywhere the right answer within reach (2 of 64 samples). Which of the two sets a problem goes to is
+    chance."""
     groups = dict(strong=[], weak=[], right=[])
     for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool], 64)):
         pass1, right, share, _ = verdict(replies, int(problem["answer"]))
@@ -360,7 +374,8 @@ def main():
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--steps", type=int, default=2400)
     ap.add_argument("--batch", type=int, default=32)
-    ap.add_argument("--lr", type=float, default=2.5e-3, help="AdamW's (embeddings, norms); Muon takes three times that")
+    ap.add_argument("--lr", type=float, default=2.5e-3,
+                    help="AdamW's (embeddings, norms); Muon takes three times that")
     ap.add_argument("--vocab", type=int, default=620)
     ap.add_argument("--pool", type=int, default=600, help="problems to choose train and test from")
     ap.add_argument("--measure", action="store_true", help="only measure what is in --out")
@@ -384,7 +399,8 @@ def main():
         model = Qwen2ForCausalLM(config)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tok)} tokens")
         pretrain(model, tok, args, held_out={*pool, *ood})
-        model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+        model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id,
+                                                   pad_token_id=tok.pad_token_id)
         model.save_pretrained(args.out)
         model.eval()
         train, test = select(model, tok, list(pool.values()))
@@ -392,7 +408,8 @@ def main():
             with open(path(f"{name}.jsonl"), "w") as f:
                 f.writelines(json.dumps(p) + "\n" for p in problems)
         print(f"made in {(time.time() - t0) / 60:.1f} minutes")
-    tok, model = AutoTokenizer.from_pretrained(args.out), AutoModelForCausalLM.from_pretrained(args.out).eval()
+    tok = AutoTokenizer.from_pretrained(args.out)
+    model = AutoModelForCausalLM.from_pretrained(args.out).eval()
     for name in ("train", "test", "ood"):
         measure(model, tok, name, [json.loads(line) for line in open(path(f"{name}.jsonl"))])
     measure_writing(model, tok)

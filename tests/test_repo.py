@@ -52,7 +52,6 @@ def test_lines_are_short_and_ascii():
     found = []
     for name in files(".py"):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
-            # the toy's generator holds tables of words and phrases
             if not line.isascii() or len(line) > 110:
                 found.append(f"{name}:{number}")
     assert not found

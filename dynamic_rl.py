@@ -384,7 +384,9 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
+        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
+        if args.num_minibatches == 1:
+            run.check_sampler(train)
         run.log_sample(questions=[dict(text=q.rollout.text, kept=q.kept, p=q.p, answer=q.answer,
                                        rewards=q.rollout.rewards, advantage=q.rollout.advantage)
                                   for q in questions])

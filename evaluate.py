@@ -40,41 +40,41 @@ class Args:
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy"] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
-    samples: int | None = None
+    samples: common.Samples | None = None
     """Responses per problem."""
-    temperature: float | None = None
+    temperature: common.NonNegative | None = None
     """Of these responses; 0: greedy, with one of them."""
-    top_p: float | None = None
+    top_p: common.PositiveShare | None = None
     """They are drawn from the smallest set of tokens with this probability; 1: from all."""
-    top_k: int | None = None
+    top_k: common.CountOrZero | None = None
     """They are drawn from so many of the likeliest tokens; 0: from all."""
-    max_new_tokens: int | None = None
+    max_new_tokens: common.Count | None = None
     """Length limit of a response."""
     prompt: str | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: common.Count = 1024
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
     """Print the exact text of the first prompt and exit."""
     plan: bool = False
     """Print memory and time of this evaluation, from the model's config alone, and exit."""
-    gpus: int = 0
+    gpus: common.CountOrZero = 0
     """With --plan: GPUs to plan for; 0: torchrun's ranks."""
-    gpu_gib: float = 0.0
+    gpu_gib: common.NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer; empty: found likewise."""
-    seed: int = 1
+    seed: common.Seed = 1
     """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """auto: vLLM if it imports, else transformers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on GPU, float32 on CPU."""
-    gpu_memory: float = 0.9
+    gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
-    tensor_parallel: int = 1
+    tensor_parallel: common.Count = 1
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
@@ -84,28 +84,26 @@ class Args:
     """Folder for results.json; empty: runs/evaluate-<time>-<process>."""
 
     def run_args(self) -> common.Args:
-        """What common.Run needs of it."""
-        for name, value in PRESETS[self.preset].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        shared = ("model max_prompt_tokens max_new_tokens prompt seed sampler dtype gpu_memory "
-                  "tensor_parallel trust_remote_code out question_field answer_field show_prompt plan gpus "
-                  "gpu_gib").split()
+        """What common.Run needs of it. Raises UserError if an option is out of its range."""
+        if bad := common.out_of_range(self):
+            raise common.UserError("\n".join(bad))
+        chosen = dict(PRESETS[self.preset])
+        chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
+        shared = ("model max_prompt_tokens seed sampler dtype gpu_memory tensor_parallel trust_remote_code "
+                  "out question_field answer_field show_prompt plan gpus gpu_gib").split()
         options = {name: getattr(self, name) for name in shared}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
-        return common.Args(**options, eval=self.benchmarks, eval_samples=self.samples,
-                           eval_temperature=self.temperature, eval_top_p=self.top_p, eval_top_k=self.top_k)
+        return common.Args(**options, max_new_tokens=chosen["max_new_tokens"], prompt=chosen["prompt"],
+                           eval=self.benchmarks, eval_samples=chosen["samples"],
+                           eval_temperature=chosen["temperature"], eval_top_p=chosen["top_p"],
+                           eval_top_k=chosen["top_k"])
 
 
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
     """Scores by benchmark. task: same_answer and read_answer of a script of one's own, see common.Run."""
     if not args.benchmarks.replace(",", "").strip():
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
-    try:
-        run = common.Run(args.run_args(), train=False, **task)
-    except common.UserError as error:  # some flags have shorter names here
-        sentence = str(error).replace("--eval_", "--").replace("--eval ", "--benchmarks ")
-        raise common.UserError(sentence) from None
+    run = common.Run(args.run_args(), train=False, **task)
     results, majorities, warnings = {}, {}, []
     run.announce("evaluate", f"Evaluating {run.model_path}")
     for name, problems in run.benchmarks.items():

@@ -75,16 +75,17 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
+def gaussian_weight(f: torch.Tensor, sigma: float, log: bool = False) -> torch.Tensor:
     """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f; [m] -> [m]. RESTRAIN section 2.1; centre 1: D.2.
 
     Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 the rest weighs 0.
+    log: log g instead, which a tiny sigma does not round to 0; float64.
 
     >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)
     tensor([0.1353, 0.6065, 1.0000])
     """
-    f = torch.as_tensor(f, dtype=torch.float64)  # in float32 a tiny sigma would be 0
-    return (f == 1).float() if sigma == 0 else (-0.5 * ((f - 1) / sigma) ** 2).exp().float()
+    log_g = -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2
+    return log_g if log else log_g.exp().float()
 
 
 def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor:
@@ -97,9 +98,8 @@ def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor
     """
     if sigma == 0 or not counts:
         return torch.tensor([float(j == counts.index(max(counts))) for j in range(len(counts))])
-    f = torch.tensor(counts, dtype=torch.float64) / n
-    # log g relative to the top label's, as a difference of squares: a tiny sigma neither under- nor overflows
-    return (((f.max() - 1) ** 2 - (f - 1) ** 2) / sigma / sigma / 2).softmax(0).float()
+    shares = torch.tensor(counts, dtype=torch.float64) / n
+    return gaussian_weight(shares, sigma, log=True).softmax(0).float()
 
 
 def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, float]:
@@ -151,7 +151,7 @@ def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
     >>> round(prompt_weight(8, 16), 3)
     0.607
     """
-    return float(gaussian_weight(majority_count / n, sigma))
+    return float(gaussian_weight(torch.tensor(majority_count, dtype=torch.float64) / n, sigma))
 
 
 def majority_count(classes: list[int | None]) -> int:
@@ -256,7 +256,9 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
+        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
+        if args.num_minibatches == 1:
+            run.check_sampler(train)
         run.end_step()
     run.finish()
 

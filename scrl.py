@@ -92,11 +92,12 @@ def answer_entropies(classes: list[int | None], entropies: list[float]) -> tuple
 
 
 def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
-                  tau_marg: float = 0.125, tau_neg: float = 0.125,
-                  entropy_gate: bool = True) -> tuple[int | None, set[int]]:
+                  tau_marg: float = 0.125, tau_neg: float = 0.125, selective_positive: bool = True,
+                  negatives: bool = True, entropy_gate: bool = True) -> tuple[int | None, set[int]]:
     """(the positive label or None, the negative labels), from [N] classes and entropies. SCRL, Eq. 4, 8.
 
-    None (no answer) counts in N, but is no label; a tie goes to the class seen first.
+    None (no answer) counts in N, but is no label; a tie goes to the class seen first. The switches are three
+    rows of Table 3: the majority is a label, however weak; no negative labels; those of any entropy.
 
     >>> pseudo_labels([0] * 7 + [1, 2], [0.3] * 7 + [0.9, 0.2])
     (0, {1})
@@ -106,24 +107,23 @@ def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: fl
     second = max((count for c, count in counts.items() if c != top), default=0)
     # subtracted before divided: 4 votes in 10 lead 1 by 0.3, but 0.4 - 0.1 is 0.30000000000000004
     strong = counts and counts[top] / n >= tau_pos and (counts[top] - second) / n > tau_marg
-    positive = top if strong else None
+    positive = top if strong or not selective_positive else None
     of_class, average = answer_entropies(classes, entropies)
-    negatives = set()
-    for c, count in counts.items():
-        if c != positive and count / n < tau_neg and (of_class[c] >= average or not entropy_gate):
-            negatives.add(c)
-    return positive, negatives
+    rare = {c for c, count in counts.items() if c != positive and count / n < tau_neg} if negatives else set()
+    return positive, {c for c in rare if of_class[c] >= average or not entropy_gate}
 
 
 def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
                  tau_marg: float = 0.125, tau_neg: float = 0.125, lambda_h: float = 0.1,
-                 null_reward: float = -1.0, entropy_gate: bool = True, hard: bool = False) -> torch.Tensor:
+                 null_reward: float = -1.0, hard: bool = False, **switches) -> torch.Tensor:
     """Dynamic rewards [N] from [N] classes and [N] entropies; hard: +1, -1 and 0 instead. SCRL, Eq. 9.
+
+    switches: those of pseudo_labels.
 
     >>> scrl_rewards([0, 0, 0, 1, None], [0.5, 0.5, 0.5, 1.0, 0.0], tau_neg=0.25, lambda_h=0.5)
     tensor([ 0.6000,  0.6000,  0.6000, -0.3000, -1.0000])
     """
-    positive, negatives = pseudo_labels(classes, entropies, tau_pos, tau_marg, tau_neg, entropy_gate)
+    positive, negatives = pseudo_labels(classes, entropies, tau_pos, tau_marg, tau_neg, **switches)
     of_class, average = answer_entropies(classes, entropies)
     reward = {None: null_reward}
     for c, entropy in of_class.items():
@@ -134,14 +134,11 @@ def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: flo
     return torch.tensor([float(reward[c]) for c in classes])
 
 
-def thresholds(args: Args) -> dict:
-    """The thresholds of Eq. 4 and 8.
-
-    Two rows of Table 3 are thresholds, too: every majority is a label if any share and any lead will do (a
-    lead is never below 0), and there are no negative labels if a share must be below 0."""
-    tau_pos, tau_marg = (args.tau_pos, args.tau_marg) if args.selective_positive else (0.0, -1.0)
-    tau_neg = args.tau_neg if args.negatives else 0.0
-    return dict(tau_pos=tau_pos, tau_marg=tau_marg, tau_neg=tau_neg, entropy_gate=args.entropy_gate)
+def label_options(args: Args) -> dict:
+    """What decides the labels: the thresholds of Eq. 4 and 8, and three switches of Table 3."""
+    return dict(tau_pos=args.tau_pos, tau_marg=args.tau_marg, tau_neg=args.tau_neg,
+                selective_positive=args.selective_positive, negatives=args.negatives,
+                entropy_gate=args.entropy_gate)
 
 
 # -------------------------------------------------- the loop ------------------------------------------------
@@ -170,8 +167,8 @@ def main(args: Args) -> None:
         for prompt, responses in zip(prompts, groups):
             classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
-            positive, negatives = pseudo_labels(classes_N, entropies_N, **thresholds(args))
-            rewards_N = scrl_rewards(classes_N, entropies_N, **thresholds(args), lambda_h=args.lambda_h,
+            positive, negatives = pseudo_labels(classes_N, entropies_N, **label_options(args))
+            rewards_N = scrl_rewards(classes_N, entropies_N, lambda_h=args.lambda_h, **label_options(args),
                                      null_reward=args.null_reward, hard=not args.dynamic_rewards)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, positive, negatives)
@@ -221,7 +218,9 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
+        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
+        if args.num_minibatches == 1:
+            run.check_sampler(train)
         run.end_step()
     run.finish()
 

@@ -70,7 +70,8 @@ def out_of_range(args) -> list[str]:
             sentences.append(f"--{name} is {value}, but must be at most 2^62.")
         if isinstance(value, str) and value[:4096] != value.encode(errors="ignore").decode():
             sentences.append(f"--{name} is {value!r}, but must be text in UTF-8, at most 4096 characters.")
-        for allowed in getattr(hint, "__metadata__", ()):
+        optional = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # Count | None
+        for allowed in getattr(optional, "__metadata__", ()):
             if isinstance(allowed, Between) and value is not None and not allowed.holds(value):
                 sentences.append(f"--{name} is {value!r}, but must be {allowed}.")
     return sentences

@@ -87,6 +87,7 @@ class Plumbing:
         """Arguments, tokenizer, data, processes, run folder. Raises UserError if something is wrong."""
         self.args, self.model_path, self.trains = args, model_path, train
         self.same_answer, self.state = same_answer, {}
+        self.longest = args.max_prompt_tokens + args.max_new_tokens
         if bad := args.errors():
             raise UserError("\n       ".join(bad))
         torch.manual_seed(args.seed)
@@ -165,7 +166,7 @@ class Plumbing:
                 raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold "
                                 "answer.")
         if not all(self.benchmarks.values()):
-            raise UserError(f"--eval is {args.eval!r}, but 'train' has no problems: --dataset is empty.")
+            raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
         for name, ids in args.own_prompts(self.tokenizer).items():
             if len(ids) > args.max_prompt_tokens:
                 raise UserError(f"{name} has {len(ids)} tokens, more than --max_prompt_tokens; raise it.")
@@ -318,12 +319,10 @@ class Plumbing:
         args, last = self.args, self.step == self.total_steps
         self.phase(None)
         check_state(self.state)
-        trained = {id(response) for response in self.trained}
+        trained = set(self.trained)
         for group in self.groups:  # a script may leave prompts out of the update
-            group["trained"] = {i for i in group["trained"] if id(group["responses"][i]) in trained}
+            group["trained"] = {i for i in group["trained"] if group["responses"][i] in trained}
         metrics = step_metrics(self.groups) | (extra or {})
-        if not self.logp_diff:  # a single minibatch: the update's own log-probs are the trainer's
-            self.check_sampler(self.trained)
         for name in self.updates[0] if self.updates else []:
             metrics[name] = mean(update[name] for update in self.updates)
         metrics |= self.logp_diff | dict(lr=self.learning_rate(), skipped_updates=self.skipped)

@@ -151,7 +151,9 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
+        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
+        if args.num_minibatches == 1:
+            run.check_sampler(train)
         run.end_step()
     run.finish()
 

@@ -318,7 +318,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--prompts_per_batch 200", "--prompts_per_batch is 200, but must be at most 128, the problems "),
     ("ttrl", "--dataset= --eval toy", "there is nothing to train on: --dataset is empty; name one."),
     ("dynamic_rl", "--labels gold", "--labels is 'gold', but --dataset is empty or has problems without a "),
-    ("dynamic_rl", "--eval train", "--eval is 'train', but 'train' has no problems: --dataset is empty."),
+    ("dynamic_rl", "--eval train", "the benchmark 'train' means --dataset, which is empty; name another"),
     ("ttrl", "--gpu_gib 40", "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
     ("ttrl", "--plan --gpu_gib 1e300", "--gpu_gib is 1e+300, but must be above 0 and below 1e9: one"),
     ("ttrl", f"--out {'a/' * 2100}", f"--out is '{'a/' * 2100}', but must be text in UTF-8, at most 4096"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import common
 import scrl
 import ttrl
-from scrl import Args, answer_entropies, group_advantages, pseudo_labels, scrl_rewards, thresholds
+from scrl import Args, answer_entropies, group_advantages, label_options, pseudo_labels, scrl_rewards
 
 
 def classes_of(*counts, none=0):
@@ -134,22 +134,13 @@ def test_ablations_of_table_3():
     assert one_each(scrl_rewards(CLASSES, ENTROPIES, hard=True)) == [1, 0, -1, 0, -1]
     # No gate: 3, too, is negative, (0.0625 - 0.125) + 0.01625 = -0.04625
     assert one_each(scrl_rewards(CLASSES, ENTROPIES, entropy_gate=False))[3] == pytest.approx(-0.04625)
-    # No negatives (tau_neg 0): 2 has the entropy term only, -0.1 (1.2 - 0.3625)
-    assert one_each(scrl_rewards(CLASSES, ENTROPIES, tau_neg=0.0))[2] == pytest.approx(-0.08375)
-    # No selection (tau_pos 0, tau_marg -1): a tie of 1/4 each goes to the answer seen first
-    any_majority = dict(tau_pos=0.0, tau_marg=-1.0, tau_neg=0.0)
-    assert pseudo_labels([5, 3, 5, 3, 0, 0, 1, 2], [0.0] * 8, **any_majority) == (5, set())
-
-
-@pytest.mark.parametrize("flags, expected", [
-    (dict(), dict(tau_pos=0.375, tau_marg=0.125, tau_neg=0.125, entropy_gate=True)),
-    (dict(tau_pos=0.5, tau_marg=0.25, tau_neg=0.0625),
-     dict(tau_pos=0.5, tau_marg=0.25, tau_neg=0.0625, entropy_gate=True)),
-    (dict(selective_positive=False), dict(tau_pos=0.0, tau_marg=-1.0, tau_neg=0.125, entropy_gate=True)),
-    (dict(negatives=False), dict(tau_pos=0.375, tau_marg=0.125, tau_neg=0.0, entropy_gate=True)),
-    (dict(entropy_gate=False), dict(tau_pos=0.375, tau_marg=0.125, tau_neg=0.125, entropy_gate=False))])
-def test_thresholds(flags, expected):
-    assert thresholds(Args(**flags)) == expected
+    # No negatives: 2 has the entropy term only, -0.1 (1.2 - 0.3625)
+    assert one_each(scrl_rewards(CLASSES, ENTROPIES, negatives=False))[2] == pytest.approx(-0.08375)
+    # No selection: a tie of 1/4 each goes to the answer seen first
+    tie, entropies = [5, 3, 5, 3, 0, 0, 1, 2], [0.0] * 8
+    assert pseudo_labels(tie, entropies, negatives=False) == (None, set())
+    assert pseudo_labels(tie, entropies, negatives=False, selective_positive=False) == (5, set())
+    assert pseudo_labels([None] * 2, [0.0] * 2, selective_positive=False) == (None, set())
 
 
 NO_PARTS = Args(selective_positive=False, negatives=False)
@@ -160,7 +151,7 @@ def test_without_its_parts_the_reward_is_ttrls():
     for _ in range(200):
         classes = [draw.choice([None, 0, 1, 2, 3]) for _ in range(draw.randint(1, 12))]
         entropies = [draw.random() for _ in classes]
-        rewards = scrl_rewards(classes, entropies, **thresholds(NO_PARTS), null_reward=0.0, hard=True)
+        rewards = scrl_rewards(classes, entropies, **label_options(NO_PARTS), null_reward=0.0, hard=True)
         assert rewards.tolist() == ttrl.majority_reward(classes).tolist()
 
 

@@ -117,13 +117,13 @@ def find_question(text: str) -> tuple[str | None, int]:
     return found[1].strip(), found.start(1) + len(found[1].rstrip())
 
 
-# Rule 2, "find ... and ...": both words in one sentence. It ends at . ? ! before a space: no decimal point.
-FIND_AND = re.compile(r"\bfind\b(?:(?![.?!](?:\s|$)).)*?\band\b", re.IGNORECASE | re.DOTALL)
-# Rule 2, enumerations. A marker begins a text, a line or, after . : ? !, a sentence: "f(1)", "(x - a)", "the
+# Rule 2. "find ... and ...": both words in one sentence. It ends at . ? ! before a space: no decimal point.
+# Enumerations: a marker begins a text, a line or, after . : ? !, a sentence: "f(1)", "(x - a)", "the
 # radius is 1. Its height is 2." and an equation's number "(1)" behind it are none. "1." may number the one
 # question, so it needs its "2.".
 START = r"(?:^|\n[^\S\n]*|[.:?!]\s+)"
-ENUMERATIONS = [re.compile(pattern, re.DOTALL) for pattern in (
+SEVERAL = [re.compile(pattern, re.DOTALL) for pattern in (
+    r"(?i:\bfind\b(?:(?![.?!](?:\s|$)).)*?\band\b)",
     START + r"1\.\s.*?(?<!\S)2\.\s", START + r"\(?(?:1|a|i)\)\s", r"(?<!\S)\((?:a|i)\)\s+(?=[\w$\\])")]
 SOLVED = ("Solution:", "Answer:", "\\boxed{", "The final answer is", "To solve", "Let's break down")
 
@@ -137,12 +137,11 @@ def keep_question(text: str) -> bool:
     >>> keep_question("Prove that 2 is even."), keep_question("Find x and y."), keep_question("Improve f(1)?")
     (False, False, True)
     """
-    if re.search(r"\bprove\b", text, re.IGNORECASE):
-        return False
+    proof = re.search(r"\bprove\b", text, re.IGNORECASE)
     # only so far: a model can write what takes these patterns quadratic time
-    if text.count("?") > 1 or any(rule.search(text[:4000]) for rule in (FIND_AND, *ENUMERATIONS)):
-        return False
-    return not any(phrase in text for phrase in SOLVED)
+    several = text.count("?") > 1 or any(rule.search(text[:4000]) for rule in SEVERAL)
+    solved = any(phrase in text for phrase in SOLVED)
+    return not (proof or several or solved)
 
 
 def question_reward(p: float, tau: float = 0.75) -> float:
@@ -173,7 +172,10 @@ def question_diversity(token_lists: list[list[int]]) -> torch.Tensor:
     >>> question_diversity([[1, 2], [1, 2], [3, 4]]).tolist()
     [0.5, 0.5, 1.0]
     """
-    return torch.tensor([1 / sum(token_overlap(a, b) for b in token_lists) for a in token_lists])
+    diversity = []
+    for a in token_lists:
+        diversity.append(1 / sum(token_overlap(a, b) for b in token_lists))
+    return torch.tensor(diversity)
 
 
 def answer_diversity(classes: list[int | None]) -> torch.Tensor:
@@ -335,9 +337,9 @@ def main(args: Args) -> None:
                 train.append(responses[i])
         question_metrics = reward_questions(questions, args, run.same_answer) if questions else {}
         written = [question.rollout for question in questions]
-        train = written + train
-        if questions and not any(question.kept and question.answer is not None for question in questions):
-            train = []  # not one usable question: diversity alone would reward noise, so there is no update
+        usable = any(question.kept and question.answer is not None for question in questions)
+        # not one usable question: diversity alone would reward noise, so there is no update
+        train = written + train if usable or not questions else []
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
         #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.

@@ -101,7 +101,7 @@ def fork_points(logprobs: list[float], n_forks: int, forbidden: set[int] | None 
     [1, 2]
     """
     allowed = [t for t in range(len(logprobs)) if t not in (forbidden or ())]
-    return sorted(allowed, key=lambda t: float(logprobs[t]))[:n_forks]  # sorted keeps the order of equals
+    return sorted(allowed, key=logprobs.__getitem__)[:n_forks]  # sorted keeps the order of equals
 
 
 def tree_leaves(m: int, n: int, b: int) -> int:

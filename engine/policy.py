@@ -281,7 +281,10 @@ class Policy:
         a time, it makes numbers [rows]. Raises UserError if it returns anything else."""
         names = [into, "entropy", *statistics]
         functions = [one_per_row(name, function) for name, function in statistics.items()]
-        todo = [r for r in rollouts if any(getattr(r, name, None) is None for name in (into, *statistics))]
+        todo = []
+        for r in rollouts:
+            if any(getattr(r, name, None) is None for name in (into, *statistics)):
+                todo.append(r)
         mine = {}
         for micro in self.micro_batches(todo):
             columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, functions)]

@@ -73,7 +73,10 @@ def read_lines(path) -> list[dict]:
 
 def untimed(lines: list[dict]) -> list[dict]:
     """The lines of metrics.jsonl without times and speeds."""
-    return [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
+    kept = []
+    for line in lines:
+        kept.append({name: value for name, value in line.items() if not name.startswith(TIMED)})
+    return kept
 
 
 # ---------------------------------------------- policies, rollouts -----------------------------------------
@@ -291,7 +294,9 @@ class Watched:
         self.weights.setdefault(self.run.step, self.policy_weights())
 
     def _sampled(self, groups, prompts, n, limits=None) -> None:
-        tokens = [[list(r.response_ids) for r in group] for group in groups]
+        tokens = []
+        for group in groups:
+            tokens.append([list(r.response_ids) for r in group])
         self.samples.append(SimpleNamespace(step=self.run.step, prompts=prompts, n=n, limits=limits,
                                             groups=groups, tokens=tokens))
 

@@ -71,6 +71,10 @@ class Target(NamedTuple):
     scale: float = 1.0
     question: bool = False
 
+    def advantage(self) -> float:
+        """sum_j weight_j A_j"""
+        return sum(weight * a for weight, a in self.parts)
+
 
 def answers_of(group) -> list[str | None]:
     return [response.answer for response in group.responses]
@@ -104,7 +108,10 @@ def evol_rl_rewards(seen, group) -> tuple[list[float], object, set]:
     right = group.prompt.answer
     valid = []
     for i, answer in enumerate(answers):
-        if answer is not None and (any(s.isdigit() for s in answer) or gold and answer == right):
+        if answer is None:
+            continue
+        has_number, is_right = any(s.isdigit() for s in answer), gold and answer == right
+        if has_number or is_right:
             valid.append(i)
     label = right if gold else vote([answer if i in valid else None for i, answer in enumerate(answers)])
     if not seen.args.novelty:
@@ -142,7 +149,8 @@ def scrl_rewards(seen, group) -> tuple[list[float], object, set]:
     top = vote(answers)
     rest = [count for answer, count in counts.items() if answer != top]
     share, lead = counts[top] / len(answers), (counts[top] - max(rest, default=0)) / len(answers)
-    positive = top if share >= args.tau_pos and lead > args.tau_marg or not args.selective_positive else None
+    clear = share >= args.tau_pos and lead > args.tau_marg
+    positive = top if clear or not args.selective_positive else None
     negatives = set()
     for answer, count in counts.items():
         unsure = entropy_of[answer] >= average or not args.entropy_gate
@@ -189,7 +197,9 @@ def restrain_targets(seen, group) -> tuple[list[Target], object]:
     else:
         raw = {answer: gaussian(count / n, args.sigma) for answer, count in counts.items()}
     weights = {answer: weight / sum(raw.values()) for answer, weight in raw.items()}
-    advantages = {label: z([float(answer == label) for answer in answers]) for label in weights}
+    advantages = {}
+    for label in weights:
+        advantages[label] = z([float(answer == label) for answer in answers])
     targets = []
     for i in range(n):
         targets.append(Target([(weight, advantages[label][i]) for label, weight in weights.items()], u))
@@ -294,7 +304,7 @@ def follows_the_paper(seen) -> None:
         name_of = dict(zip(group.classes, answers))
         if seen.script == "restrain":
             whole, weights = restrain_targets(seen, group)
-            rewards = [sum(weight * a for weight, a in target.parts) for target in whole]
+            rewards = [target.advantage() for target in whole]
             if weights is None:
                 assert group.label is None
             else:
@@ -313,8 +323,7 @@ def follows_the_paper(seen) -> None:
                 assert response.plus == pytest.approx(sum(w * max(a, 0) for w, a in target.parts), abs=1e-5)
                 assert response.minus == pytest.approx(sum(w * min(a, 0) for w, a in target.parts), abs=1e-5)
                 assert response.weight == pytest.approx(target.scale, abs=1e-6)
-            advantage = sum(w * a for w, a in target.parts)
-            assert response.advantage == pytest.approx(advantage, abs=2e-4)
+            assert response.advantage == pytest.approx(target.advantage(), abs=2e-4)
     assert len(targets) == len(seen.updates[0].train)
     if seen.script == "dynamic_rl" and not seen.args.dataset:
         for question in written_questions(seen):

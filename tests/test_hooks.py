@@ -100,8 +100,10 @@ def mask_some(run) -> None:
 def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
     seen = watch("ttrl", meddle=mask_some, **flags)
     gradient_is_the_objectives(seen)
-    responses = [response for group in seen.groups for response in group.responses]
-    lengths = [sum(t % 3 != 1 for t in range(len(response.response_ids))) for response in responses]
+    lengths = []
+    for group in seen.groups:
+        for response in group.responses:
+            lengths.append(sum(t % 3 != 1 for t in range(len(response.response_ids))))
     assert seen.metrics[-1]["length"] == pytest.approx(sum(lengths) / len(lengths))
     assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
 
@@ -240,7 +242,9 @@ def test_batches_beyond_the_steps():
     run = common.Run.__new__(common.Run)
     run.args, run.step = common.Args(prompts_per_batch=2), 3
     run.problems = [Problem(str(i), id=i) for i in range(7)]
-    batches = [[problem.id for problem in run.next_prompts(batch)] for batch in range(1, 7)]
+    batches = []
+    for batch in range(1, 7):
+        batches.append([problem.id for problem in run.next_prompts(batch)])
     for epoch in (batches[:3], batches[3:]):
         assert len(set(sum(epoch, []))) == 6
     assert batches[:3] != batches[3:]

@@ -38,7 +38,10 @@ def test_pass_at_k_against_brute_force():
 
 def test_pass_at_k_is_unbiased():
     rng, p, n, k = random.Random(0), 0.3, 8, 4
-    estimates = [pass_at_k(n, sum(rng.random() < p for _ in range(n)), k) for _ in range(4000)]
+    estimates = []
+    for _ in range(4000):
+        right = sum(rng.random() < p for _ in range(n))
+        estimates.append(pass_at_k(n, right, k))
     assert sum(estimates) / 4000 == pytest.approx(1 - (1 - p) ** k, abs=4 * math.sqrt(0.25 / 4000))
 
 
@@ -205,7 +208,9 @@ def test_a_sample_record_by_hand():
     record = sample_record(4, made)
     assert (record["step"], record["problem"], record["gold"]) == (4, "p", "5")
     assert record["label"] == {"0": 0.75, "1": 0.25}
-    by_name = {name: [r[name] for r in record["responses"]] for name in record["responses"][0]}
+    by_name = {}
+    for name in record["responses"][0]:
+        by_name[name] = [r[name] for r in record["responses"]]
     assert by_name["answer"] == ANSWERS and by_name["answer_class"] == CLASSES
     assert by_name["votes"] == [3, 3, 2, 3, 2, 0, 1, 0]
     assert by_name["reward"] == [1, 1, 0, 1, 0, -1, 0.123457, -1]

@@ -219,8 +219,8 @@ def test_fast_head_equals_plain_head(tmp_path, name):
         logps, entropies = logp.split(micro.sizes), entropy.split(micro.sizes)
         gradients = gradients_of(policy, (logp + 0.5 * entropy).sum())
         sort = sorted(range(5), key=order.__getitem__)
-        in_order = [torch.cat([values[i] for i in sort]) for values in (logps, entropies)]
-        results.append((*in_order, gradients))
+        logp, entropy = torch.cat([logps[i] for i in sort]), torch.cat([entropies[i] for i in sort])
+        results.append((logp, entropy, gradients))
     (logp, entropy, gradients), (plain_logp, plain_entropy, plain_gradients) = results
     assert torch.allclose(logp, plain_logp, atol=1e-4) and torch.allclose(entropy, plain_entropy, atol=1e-4)
     assert_same_gradients(gradients, plain_gradients)

@@ -22,6 +22,7 @@ TOP += "common.py ttrl.py evol_rl.py scrl.py restrain.py ettrl.py dynamic_rl.py 
 TOP += "engine tools examples docs toy tests .ci".split()
 METHODS = SCRIPTS[1:]
 EXAMPLES = [f"examples.{name}" for name in diffs.EXAMPLES]
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @functools.cache
@@ -71,6 +72,16 @@ def test_one_statement_a_line():
                 inline = isinstance(node, ast.stmt) and len(set(starts)) < len(starts)
                 found += [f"{name}:{node.lineno}"] if inline else []
     assert not found
+
+
+def test_no_comprehension_in_another():
+    found = []
+    for name in files(".py"):
+        for outer in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(outer, COMPREHENSIONS):
+                nested = [node for node in ast.walk(outer) if isinstance(node, COMPREHENSIONS)]
+                found += [f"{name}:{outer.lineno}"] if len(nested) > 1 else []  # itself is the first
+    assert not found, found
 
 
 # ------------------------------------------------ what imports what --------------------------------------

@@ -50,7 +50,10 @@ def toy_policy():
 
 
 def ids(groups):
-    return [[rollout.response_ids for rollout in group] for group in groups]
+    found = []
+    for group in groups:
+        found.append([rollout.response_ids for rollout in group])
+    return found
 
 
 def flat(groups):

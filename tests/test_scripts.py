@@ -357,8 +357,8 @@ def text_of_prompt(seen) -> str:
 @effect("ttrl", seed=2)
 def another_seed_draws_others(base, run):
     assert base.samples[0].tokens != run.samples[0].tokens
-    trained = [{group.prompt.id: group.trained for group in seen.groups} for seen in (base, run)]
-    assert trained[0] != trained[1]
+    trained = {group.prompt.id: group.trained for group in base.groups}
+    assert trained != {group.prompt.id: group.trained for group in run.groups}
 
 
 @effect("ttrl", prompts_per_batch=2)
@@ -390,8 +390,10 @@ def nearly_greedy(base, run):
     assert run.generated[0].temperature == 0.05
     beginnings = []
     for seen in (base, run):
-        texts = [{tuple(r.response_ids[:8]) for r in group.responses} for group in seen.groups]
-        beginnings.append(statistics.fmean(len(different) for different in texts))
+        different = []
+        for group in seen.groups:
+            different.append(len({tuple(r.response_ids[:8]) for r in group.responses}))
+        beginnings.append(statistics.fmean(different))
     assert beginnings[1] < 3 < 5 < beginnings[0]
     assert run.metrics[-1]["entropy"] < 0.1 < base.metrics[-1]["entropy"]  # of logits / temperature
     assert run.metrics[-1]["logp_diff_max"] < 1e-3
@@ -436,10 +438,11 @@ def five_updates(base, run):
 
 @effect("ttrl", minibatches="by_prompt", num_minibatches=5)
 def one_prompt_each(base, run):
-    expected = [[group.responses[i] for i in group.trained] for group in run.groups]
-    assert [list(map(id, update.responses)) for update in run.updates] == [list(map(id, g)) for g in expected]
-    prompts = [{tuple(r.prompt_ids) for r in update.responses} for update in base.updates]
-    assert len(prompts[0] & prompts[1]) == 5  # mixed
+    for update, group in zip(run.updates, run.groups, strict=True):
+        assert update.responses == [group.responses[i] for i in group.trained]
+    first, second = base.updates
+    prompts = {tuple(r.prompt_ids) for r in first.responses} & {tuple(r.prompt_ids) for r in second.responses}
+    assert len(prompts) == 5  # mixed
 
 
 @effect("ttrl", clip_low=1.0)
@@ -876,7 +879,9 @@ def test_how_many_steps(watch):
     """epochs x (problems // prompts_per_batch), unless --steps says; in an epoch no problem comes twice."""
     seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, **TINY)
     assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4, 5, 6]
-    ids = [[problem.id for problem in sample.prompts] for sample in seen.samples]
+    ids = []
+    for sample in seen.samples:
+        ids.append([problem.id for problem in sample.prompts])
     epochs = [ids[0] + ids[1], ids[2] + ids[3], ids[4] + ids[5]]
     assert [len(set(epoch)) for epoch in epochs] == [4, 4, 4] and len(set(map(tuple, epochs))) > 1
     assert len(watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY).metrics) == 1

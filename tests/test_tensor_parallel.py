@@ -76,8 +76,10 @@ def run(folder, model, ranks, parallel) -> list[dict]:
 
 
 def texts(out) -> list[list[str]]:
-    records = read_lines(out / "samples.jsonl")
-    return [[response["text"] for response in record["responses"]] for record in records]
+    found = []
+    for record in read_lines(out / "samples.jsonl"):
+        found.append([response["text"] for response in record["responses"]])
+    return found
 
 
 @pytest.mark.slow

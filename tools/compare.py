@@ -240,8 +240,8 @@ def table(folders: dict[str, list[Path]], columns: dict[str, str] = ROWS) -> str
     for name, seeds in folders.items():
         runs[name] = [plot.read_metrics(folder) for folder in seeds]
     every = [lines for seeds in runs.values() for lines in seeds]
-    steps = sum(every, [])
-    titles = [title for title, key in columns.items() if any(key in line for line in steps)]
+    logged = set().union(*sum(every, []))  # of every line its keys
+    titles = [title for title, key in columns.items() if key in logged]
     rows = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     start = [cell(columns[title], [start_value(every[0], columns[title])]) for title in titles]
     rows.append("| start | " + " | ".join(start) + " |")
@@ -265,7 +265,9 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
         raise UserError(f"--out is '{out}', but must be a folder.")
     jobs = jobs_of(SETS[name], list(dict.fromkeys(seeds)), steps, out.resolve())
     run_all([job for of_name in jobs.values() for job in of_name], workers)
-    folders = {title: [job.folder for job in of_name] for title, of_name in jobs.items()}
+    folders = {}
+    for title, of_name in jobs.items():
+        folders[title] = [job.folder for job in of_name]
     text = table(folders, REAL_ROWS if name == "smollm2" else ROWS)
     plot.plot([folder for seeds in folders.values() for folder in seeds], out / f"{name}.png")
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")

@@ -142,7 +142,9 @@ def main() -> None:
         for part in PARTS:
             call([sys.executable, "-m", "tools.gpu_parts", part, model], part)
         runs(model, Path(folder), torch.cuda.device_count())
-    counts = [f"{sum(line.startswith(word) for line in lines)} {word}" for word in VERDICTS]
+    counts = []
+    for word in VERDICTS:
+        counts.append(f"{sum(line.startswith(word) for line in lines)} {word}")
     print(f"{machine()}\n{', '.join(counts)}; {(time.time() - began) / 60:.1f} minutes\n```")
     sys.exit(any(line.startswith("FAIL") for line in lines))
 

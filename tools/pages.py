@@ -69,8 +69,11 @@ def section(page: str, heading: str = "") -> str:
 
 def table(text: str) -> list[list[str]]:
     """The rows of the last Markdown table in a text; the header first."""
-    rows = [line for line in text.splitlines() if re.match(r"\|(?!---)", line)]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    rows = []
+    for line in text.splitlines():
+        if re.match(r"\|(?!---)", line):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
 
 
 # -------------------------------------------------- code --------------------------------------------------

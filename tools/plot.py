@@ -104,7 +104,8 @@ def choose_benchmark(runs: list[list[dict]], wanted: str = "") -> tuple[str, int
         raise UserError(f"--benchmark is '{wanted}', but the runs were evaluated on {found}.")
     if not names:
         return "", 1
-    shared = [name for name in names if all(name in table for table in tables)]
+    by_all = set.intersection(*map(set, tables))
+    shared = [name for name in names if name in by_all]
     chosen = wanted or (shared + names)[0]
     ks = set.intersection(*(table[chosen] for table in tables if chosen in table))
     return chosen, max(ks, default=1)
@@ -158,7 +159,9 @@ def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order
         steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
         if not steps:
             continue
-        columns = [[seed[step] for seed in seeds] for step in steps]
+        columns = []
+        for step in steps:
+            columns.append([seed[step] for seed in seeds])
         mean = [sum(column) / len(column) for column in columns]
         colour, style = COLOURS[i % 8], STYLES[(i + i // 8) % 8]  # 64 pairs
         axis.plot(steps, mean, color=colour, linestyle=style, label=name, linewidth=1.6,

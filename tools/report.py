@@ -161,7 +161,9 @@ def step_of(step: int, records: list[dict], script: str, args: dict) -> dict:
         if record.get("responses"):
             vote = vote_of(record)
             said = " ".join(sentences("verdict.txt", vote=vote, script=script, args=args))
-            rows = [[row.get(name) for name in ROW] for row in vote["rows"]]
+            rows = []
+            for row in vote["rows"]:
+                rows.append([row.get(name) for name in ROW])
             votes.append(dict(vote, verdict=said, rows=rows, strip=script == "evol_rl"))
     return dict(step=step, votes=votes, questions=questions, alike=alike(questions))
 

@@ -317,7 +317,8 @@ def boxed(text):
 
 def verdict(replies, answer):
     "-> pass@1, majority answer right?, share of votes of the majority, right answer seen at all?"
-    votes = Counter(b for b in (boxed(t) for t, *_ in replies) if b is not None)
+    answers = [boxed(t) for t, *_ in replies]
+    votes = Counter(b for b in answers if b is not None)
     top, count = votes.most_common(1)[0] if votes else (None, 0)
     return votes[answer] / len(replies), top == answer, count / len(replies), votes[answer] > 0
 
@@ -326,14 +327,20 @@ def measure(model, tok, name, problems, n=64):
     replies = sample(model, tok, [p["problem"] for p in problems], n)
     pass1, right, share, seen = zip(*[verdict(r, int(p["answer"])) for r, p in zip(replies, problems)])
     every = [(*r, boxed(r[0]) == int(p["answer"])) for rs, p in zip(replies, problems) for r in rs]
-    mean = lambda xs: sum(xs) / max(1, len(xs))
+    distinct = []
+    for rs in replies:
+        distinct.append(len({t for t, *_ in rs}) / n)
+
+    def mean(xs):
+        return sum(xs) / max(1, len(xs))
+
     figures = {
         "pass@1": mean(pass1), f"maj@{n}": mean(right), f"pass@{n}": mean(seen),
         "wrong majority strong": mean([not r and s > 0.375 for r, s in zip(right, share)]),
         "weak": mean([not r and s <= 0.375 for r, s in zip(right, share)]),
         "entropy": mean([h for _, _, h, _ in every]), "(right": mean([h for _, _, h, ok in every if ok]),
         "wrong)": mean([h for _, _, h, ok in every if not ok]),
-        "distinct": mean([len({t for t, *_ in rs}) / n for rs in replies]),
+        "distinct": mean(distinct),
         "boxed": mean([boxed(t) is not None for t, *_ in every]),
         "tokens": mean([length for _, length, *_ in every]), "max": max(length for _, length, *_ in every)}
     print(f"{name:5s} " + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
@@ -382,7 +389,10 @@ def main():
     args = ap.parse_args()
     t0 = time.time()
     torch.manual_seed(args.seed)
-    path = lambda name: os.path.join(args.out, name)
+
+    def path(name):
+        return os.path.join(args.out, name)
+
     if not args.measure:
         os.makedirs(args.out, exist_ok=True)
         tok = make_tokenizer(args.out, args.vocab)

@@ -108,7 +108,9 @@ def summary(rows: dict[str, list[dict]], options: Options) -> dict:
     read = sum(row["prompt_tokens"] for row in rows[TREE])
     found = sum(row["cached_tokens"] for row in rows[TREE])
     branches = options.branches * options.forks  # Eq. 11: the average fork is in the middle of its trunk
-    seconds = {way: statistics.median(row["seconds"] for row in rows[way]) for way in rows}
+    seconds = {}
+    for way in rows:
+        seconds[way] = statistics.median(row["seconds"] for row in rows[way])
     return dict(seconds=seconds, generated_tokens={way: rows[way][0]["generated"] for way in rows},
                 token_ratio=statistics.mean(ratios["generated"]),
                 token_ratio_formula=(1 + 0.5 * branches) / (1 + branches),

@@ -81,9 +81,10 @@ def turns(run, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
             ways[way]()
             if i:
                 rows[way].append(dict(seconds=time.perf_counter() - start, cpu=time.process_time() - cpu))
-    result = {}
+    result = {way: {} for way in ways}
     for way in ways:
-        result[way] = {key: statistics.median(row[key] for row in rows[way]) for key in ("seconds", "cpu")}
+        for key in ("seconds", "cpu"):
+            result[way][key] = statistics.median(row[key] for row in rows[way])
     return result
 
 

@@ -168,7 +168,10 @@ def child(python: str, side: str, folder: Path, steps: int, threads: int) -> dic
 def medians(runs: list[dict]) -> dict[str, float]:
     """Of every part, over all steps of these runs."""
     steps = [row for run in runs for row in run["seconds"]]
-    return {part: statistics.median(row[part] for row in steps) for part in PARTS}
+    found = {}
+    for part in PARTS:
+        found[part] = statistics.median(row[part] for row in steps)
+    return found
 
 
 def measure(args, size: dict, python: dict[str, str]) -> dict[str, list[dict]]:
@@ -197,8 +200,8 @@ def compare(runs: dict[str, list[dict]]) -> dict:
         pairs.append(medians([b])["cpu"] / medians([a])["cpu"])
     share = {}
     for key in ("rise_mib", "peak_mib"):
-        middle = {side: statistics.median(run[key] for run in runs[side]) for side in runs}
-        share[key] = middle["ours"] / middle["trl"]
+        ours = statistics.median(run[key] for run in runs["ours"])
+        share[key] = ours / statistics.median(run[key] for run in runs["trl"])
     ratios = {part: best["trl"][part] / best["ours"][part] for part in PARTS}
     return dict(median_seconds=best, trl_over_ours=ratios, cpu_ratio_pairs=pairs, ours_over_trl_memory=share)
 

@@ -143,7 +143,7 @@ def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch
     return a_plus * torch.min(ratio, clipped) + a_minus * torch.max(ratio, clipped)
 
 
-def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
+def prompt_weight(c_ref: int, n: int, sigma: float = 0.5) -> float:
     """u = g(c_ref / n), the factor of a prompt's loss. RESTRAIN Eq. 5.
 
     1 if all n agree; 0.135 if none answers, at the paper's sigma.
@@ -151,7 +151,7 @@ def prompt_weight(majority_count: int, n: int, sigma: float = 0.5) -> float:
     >>> round(prompt_weight(8, 16), 3)
     0.607
     """
-    return float(gaussian_weight(torch.tensor(majority_count, dtype=torch.float64) / n, sigma))
+    return float(gaussian_weight(torch.tensor(c_ref, dtype=torch.float64) / n, sigma))
 
 
 def majority_count(classes: list[int | None]) -> int:

@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(eq=False)
 class Rollout:
-    """One response. A script may set further attributes of its own (RESTRAIN: a_plus)."""
+    """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
     prompt_ids: list[int]
     response_ids: list[int]
     """[T] sampled tokens, with the end-of-sequence token if the response finished."""

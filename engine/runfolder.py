@@ -158,21 +158,6 @@ class RunFolder:
         if self.rank == 0:
             self.bar.write(f"Warning: {text}")
 
-    def once(self, name: str, key: str, compute):
-        """compute() (JSON), stored with the run as NAME.json.
-
-        A resumed run reads it back if `key`, which names all that it depends on, is the same."""
-        path, stored = self.path / f"{name}.json", None
-        if self.rank == 0 and self.args.resume and path.exists():
-            stored = json_object(path.read_text(encoding="utf-8", errors="replace"))
-        stored = gather(stored)[0]
-        if stored and stored.get("key") == key:
-            return stored["value"]
-        value = compute()
-        if self.rank == 0:
-            write_atomically(path, json.dumps(dict(key=key, value=value)))
-        return value
-
     # -- at the end ----------------------------------------------------------------------------------------
     def save_model(self, policy, tokenizer) -> None:
         """final/, in Hugging Face format; the checkpoints stay if it cannot be written."""

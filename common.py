@@ -29,14 +29,14 @@ import torch
 import transformers
 
 from engine.answers import answers_equal, equivalence_classes, extract_answer, grading_budget  # noqa: F401
-from engine.base import Request, Rollout, UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
+from engine.base import UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
 from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
 from engine.hf_sampler import HFSampler
 from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
 from engine.options import Positive, PositiveShare, Samples, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler
-from engine.policy import Policy, load_model, twin
+from engine.policy import Policy, Request, Rollout, load_model, twin
 from engine.run import Plumbing, check_answer, check_trained
 from engine.setup import engine_errors, has_vllm
 from engine.smollm2 import smollm2_folder

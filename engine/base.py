@@ -1,13 +1,11 @@
-"""The few things that everything else needs: errors, seeds, rollouts, and talking to the other ranks."""
+"""The few things that everything else needs: errors, seeds, and talking to the other ranks."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import os
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,55 +27,6 @@ def seed_of(*parts) -> int:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
     number = int.from_bytes(digest, "big") // 2  # 47 bits
     return number % 2**46 * 2**16  # room for 65,536 samples: sample i of a prompt draws from seed + i
-
-
-@dataclass
-class Request:
-    """n responses to one prompt. Sample i draws from the stream of seed + i."""
-    prompt_ids: list[int]
-    n: int
-    seed: int
-    max_new_tokens: int
-
-
-@dataclass(eq=False)
-class Rollout:
-    """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
-    prompt_ids: list[int]
-    response_ids: list[int]
-    """[T] sampled tokens, with the end-of-sequence token if the response finished."""
-    logprobs: torch.Tensor
-    """[T] float32, the sampler's log-probs of these tokens at rollout temperature."""
-    finished: bool
-    """False: cut off at max_new_tokens."""
-    text: str = ""
-    answer: str | None = None
-    """Content of the last \\boxed{}, None without one."""
-    old_logp: torch.Tensor | None = None
-    """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
-    ref_logp: torch.Tensor | None = None
-    """[T] log-probs under the frozen initial model."""
-    entropy: torch.Tensor | None = None
-    """[T] entropies (nats) over the whole vocabulary at rollout temperature, of the policy that sampled."""
-    advantage: float = math.nan
-    """NaN: not set yet. Everything that is trained needs one."""
-    mask: torch.Tensor | None = None
-    """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
-    forked: tuple[Rollout, int] | None = None
-    """(the response whose beginning this one shares, the first position of its own), for the log."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that count."""
-        return len(self.response_ids) if self.mask is None else int(self.mask.sum())
-
-    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Those of these values [T] that stand at tokens that count."""
-        return values_T if self.mask is None else values_T[self.mask.bool()]
-
-    def mean(self, values_T: torch.Tensor) -> float:
-        """Of these values [T], over the tokens that count; 0 if none does."""
-        return float(self.counted(values_T).mean()) if self.length else 0.0
 
 
 def distributed() -> bool:

@@ -13,11 +13,9 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from engine.base import Rollout
-
 
 # ------------------------------------------------ packed attention ------------------------------------------
-def pack(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+def pack(rollouts: list) -> tuple[dict, torch.Tensor]:
     """(model inputs, predict_from [T]): one row with each different prompt once, then its responses.
 
     A response's last token predicts nothing and is left out. `unpack` [rows, longest] says which token of the
@@ -47,7 +45,7 @@ def pack(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return inputs, torch.tensor(predict_from)
 
 
-def pack_split(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+def pack_split(rollouts: list) -> tuple[dict, torch.Tensor]:
     """`pack` for a CPU: a shared prompt attends to itself once; then only responses ask, in their own rows.
 
     `prompts` [prompts, longest] and `queries` [rows, longest response] say which tokens ask, `unpack` which
@@ -70,7 +68,7 @@ def pack_split(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return inputs | dict(prompts=prompts, queries=queries, visible=visible[:, None]), predict_from
 
 
-def pack_varlen(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
+def pack_varlen(rollouts: list) -> tuple[dict, torch.Tensor]:
     """`pack` for a kernel that takes sequences of different length: nothing is padded, queries lie in place.
 
     A response asks only with its own tokens, the first one of a prompt with the prompt's, too; `keys` lists
@@ -138,7 +136,7 @@ def varlen_works(config, device, dtype) -> bool:
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads)
     rollouts = []
     for prompt, response in ((5, 40), (5, 1), (5, 3), (70, 2)):  # three responses to a prompt, one to another
-        rollouts.append(Rollout([prompt] * prompt, [0] * response, torch.zeros(response), True))
+        rollouts.append(SimpleNamespace(prompt_ids=[prompt] * prompt, response_ids=[0] * response))
     tokens, generator = len(pack(rollouts)[0]["position_ids"][0]), torch.Generator().manual_seed(0)
     tensors, results = [], []
     for n in (heads, kv_heads, kv_heads):

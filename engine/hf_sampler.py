@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Rollout, say_once
-from engine.policy import load_model
+from engine.base import say_once
+from engine.policy import Request, Rollout, load_model
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from itertools import islice
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from engine.base import Request, Rollout
 from engine.hf_sampler import HFSampler, draw, pad_left, samples_of, uniform_numbers
-from engine.policy import load_model
+from engine.policy import Request, Rollout, load_model
 
 
 # ------------------------------------------------------------------------------------------------------------

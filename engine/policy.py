@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face model under FSDP2 that gives log-probs of responses, by micro-batches."""
+"""Rollouts, and the policy: a Hugging Face model under FSDP2 that gives their log-probs, by micro-batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,13 +15,61 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engine import fast
-from engine.base import (
-    Rollout, UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once, script_line,
-    write_atomically)
+from engine.base import UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once
+from engine.base import script_line, write_atomically
 from engine.setup import check_weights
 
-
 IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
+
+
+# ----------------------------------------------------- rollouts --------------------------------------------
+@dataclass
+class Request:
+    """n responses to one prompt. Sample i draws from the stream of seed + i."""
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(eq=False)
+class Rollout:
+    """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """[T] sampled tokens, with the end-of-sequence token if the response finished."""
+    logprobs: torch.Tensor
+    """[T] float32, the sampler's log-probs of these tokens at rollout temperature."""
+    finished: bool
+    """False: cut off at max_new_tokens."""
+    text: str = ""
+    answer: str | None = None
+    """Content of the last \\boxed{}, None without one."""
+    old_logp: torch.Tensor | None = None
+    """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
+    ref_logp: torch.Tensor | None = None
+    """[T] log-probs under the frozen initial model."""
+    entropy: torch.Tensor | None = None
+    """[T] entropies (nats) over the whole vocabulary at rollout temperature, of the policy that sampled."""
+    advantage: float = math.nan
+    """NaN: not set yet. Everything that is trained needs one."""
+    mask: torch.Tensor | None = None
+    """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
+    forked: tuple[Rollout, int] | None = None
+    """(the response whose beginning this one shares, the first position of its own), for the log."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that count."""
+        return len(self.response_ids) if self.mask is None else int(self.mask.sum())
+
+    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Those of these values [T] that stand at tokens that count."""
+        return values_T if self.mask is None else values_T[self.mask.bool()]
+
+    def mean(self, values_T: torch.Tensor) -> float:
+        """Of these values [T], over the tokens that count; 0 if none does."""
+        return float(self.counted(values_T).mean()) if self.length else 0.0
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------

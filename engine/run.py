@@ -15,12 +15,13 @@ import torch
 
 from engine import checkpoint
 from engine.answers import grading_budget
-from engine.base import Rollout, UserError, gather, gib_taken, script_line
+from engine.base import UserError, gather, gib_taken, script_line
 from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
 from engine.options import DOING
 from engine.runfolder import RunFolder
 from engine.plan import GIB, OVERHEAD, cpu_sentence, embedder_of, machine, plan_from_args
+from engine.policy import Rollout
 from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
 

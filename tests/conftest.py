@@ -23,8 +23,7 @@ import torch
 
 import common
 import engine.policy
-from engine.base import Rollout
-from engine.policy import Policy
+from engine.policy import Policy, Rollout
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent

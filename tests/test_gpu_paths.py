@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import common
 import ttrl
 from engine import fast, options, runfolder, setup
-from engine.base import Rollout, UserError
+from engine.base import UserError
 from engine.checkpoint import writer_of
 from engine.embedder import moved
 from engine.plan import OVERHEAD, cpu_sentence
-from engine.policy import MicroBatch, Policy, ahead
+from engine.policy import MicroBatch, Policy, Rollout, ahead
 from engine.run import Plumbing
 from engine.sizes import GIB
 from tools.simulate_memory import config_of

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import common
 import ttrl
 from engine import fast
-from engine.base import Rollout, UserError
-from engine.policy import MicroBatch, fill, load_model, pad_right, plan_micro_batches, split_until, twin
+from engine.base import UserError
+from engine.policy import (
+    MicroBatch, Rollout, fill, load_model, pad_right, plan_micro_batches, split_until, twin)
 
 
 # ------------------------------------------------- the plan ------------------------------------------------

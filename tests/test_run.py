@@ -30,7 +30,8 @@ import restrain
 import scrl
 import ttrl
 from engine import checkpoint, initial_votes, options
-from engine.base import Rollout, UserError, seed_of
+from engine.base import UserError, seed_of
+from engine.policy import Rollout
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
              eval_every=3, eval_samples=1)

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 import common
 from common import VLLMSampler
 from engine import hf_sampler
-from engine.base import Request, seed_of
+from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler, SharedPrompts, _truncate
 from engine.plain import PlainSampler
-from engine.policy import Policy
+from engine.policy import Policy, Request
 from engine.setup import has_vllm
 
 CPU = torch.device("cpu")

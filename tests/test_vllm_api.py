@@ -16,8 +16,9 @@ from conftest import make_policy
 from transformers import AutoTokenizer
 
 import common
-from engine.base import Request, seed_of
+from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
+from engine.policy import Request
 from engine.setup import has_vllm
 
 if not has_vllm():

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from engine import plan, sizes
-from engine.base import Request, Rollout, seed_of
+from engine.base import seed_of
 from engine.embedder import Embedder
-from engine.policy import MicroBatch, Policy
+from engine.policy import MicroBatch, Policy, Request, Rollout
 from engine.setup import has_vllm, start_processes
 
 VERDICTS = ("PASS", "FAIL", "NOT RUN")

@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from engine import fast, policy
-from engine.base import Rollout
+from engine.policy import Rollout
 
 GIB = 2 ** 30
 SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, head size, vocabulary, tied head

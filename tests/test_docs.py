@@ -205,7 +205,8 @@ def check(where: str, command: str, capsys, monkeypatch) -> SimpleNamespace | No
 
 def check_cost(where: str, run: SimpleNamespace) -> None:
     training, evaluation = sampled(run)
-    assert evaluation <= training, f"{where}: {evaluation} responses for evaluation, {training} for training"
+    share = evaluation / (training + evaluation)
+    assert share <= 0.4, f"{where}: {share:.0%} of {training + evaluation} responses are for evaluation"
 
 
 @each_page
@@ -218,7 +219,7 @@ def test_every_command_parses_and_is_free_of_errors(page, capsys, monkeypatch):
 
 @each_page
 def test_batches_and_the_share_of_evaluation(page):
-    """The number of rollout batches is recomputed; evaluation samples at most as much as training does."""
+    """The number of rollout batches is recomputed; at most two fifths of what is sampled is evaluation's."""
     free, rows = commands_of(page)
     for row in rows:
         run = understand(row.command) if row.command else None
@@ -250,6 +251,19 @@ def test_commands_of_the_docstrings(name, capsys, monkeypatch):
         assert run.name == name
         if name in TRAINING and run.args.model:
             check_cost(f"{name}'s docstring: {command}", run)
+
+
+def test_the_readmes_commands_are_rows_of_the_pages():
+    """But for what is evaluated when, and where the run is written."""
+    free = (understand(command) for _, command in commands_of(ROOT / "README.md")[0])
+    runs = [run for run in free if run and run.name in SCRIPTS and run.args.model]
+    assert {run.name for run in runs} == {"ttrl", "evol_rl"}
+    for run in runs:
+        same = dict(out="", plan=False, gpus=0, gpu_gib=0.0, eval="", eval_every=0, eval_greedy=False)
+        commands = [row.command for row in commands_of(ROOT / f"docs/{run.name}.md")[1] if row.command]
+        rows = [row.args for row in map(understand, commands) if row.name == run.name]
+        rows = [dataclasses.replace(row, **same) for row in rows]
+        assert dataclasses.replace(run.args, **same) in rows, run.args
 
 
 @each_page
@@ -285,6 +299,9 @@ def test_the_preset_is_the_pages_evaluation(page):
                              args.max_new_tokens, args.prompt))
     names = "samples temperature top_p top_k max_new_tokens prompt".split()
     assert tuple(preset[name] for name in names) == max(settings, key=settings.count)
+    defaults = importlib.import_module(page.stem).Args()  # ... and NAME.py without a flag
+    assert [preset[name] for name in names[:4]] == [getattr(defaults, "eval_" + name) for name in names[:4]]
+    assert [preset[name] for name in names[4:]] == [getattr(defaults, name) for name in names[4:]]
     assert f"--preset {page.stem}" in page.read_text() or page.stem == "ettrl"
 
 

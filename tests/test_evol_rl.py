@@ -27,6 +27,17 @@ def unit(*degrees):
     return torch.stack([radians.cos(), radians.sin()], 1)
 
 
+def test_defaults_are_the_papers():
+    """Section 3.1; Tables 3, 4; evaluation: Table 1, in the released test with top-k 20; not on the toy."""
+    args = Args()
+    assert (args.votes, args.train_samples, args.max_new_tokens, args.temperature) == (64, 32, 12288, 1)
+    assert (args.prompts_per_batch, args.num_minibatches, args.lr, args.kl_coef) == (8, 8, 5e-7, 0.001)
+    assert (args.clip_high, args.entropy_coef, args.alpha) == (0.28, 0.003, 0.5)
+    assert (args.eval_samples, args.eval_temperature, args.eval_top_p, args.eval_top_k) == (32, 0.6, 0.95, 20)
+    toy = toy_of(evol_rl)
+    assert (toy["eval_samples"], toy["eval_top_k"]) == (16, 0)
+
+
 # ------------------------------------------------ section 2.2 --------------------------------------------
 # Angles 0, 0, 60 (majority), 90, 150 (minority).
 # Cosines: 0 deg 1, 30 deg 0.8660, 60 deg 0.5, 90 deg 0, 150 deg -0.8660.

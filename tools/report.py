@@ -172,7 +172,7 @@ def curves(runs: list[dict]) -> list[dict]:
     """[{title, points of every run: [[step, value], ...]}], those of tools/plot that have any."""
     benchmark, k = plot.choose_benchmark([run["metrics"] for run in runs])
     panels = []
-    for title, metric in [("reward", "reward"), *plot.titles_and_metrics(benchmark, k, [])]:
+    for title, metric in [("reward", "reward"), *plot.titles_and_metrics(benchmark, k, [], set())]:
         lines = []
         for run in runs:
             found = plot.series(run["metrics"], metric)

@@ -38,7 +38,7 @@ from engine.options import Positive, PositiveShare, Samples, Seed, Share, launch
 from engine.plain import PlainSampler
 from engine.policy import Policy, Request, Rollout, load_model, twin
 from engine.run import Plumbing, check_answer, check_trained
-from engine.setup import engine_errors, has_vllm
+from engine.setup import engine_errors, has_vllm, vllm_options
 from engine.smollm2 import smollm2_folder
 
 transformers.logging.set_verbosity_error()
@@ -204,21 +204,11 @@ class VLLMSampler:
         from vllm import LLM
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
         length = args.max_prompt_tokens + args.max_new_tokens
-        if self.cuda:
-            options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True)
-        else:
-            # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
-            # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
-            options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
-                           max_num_batched_tokens=max(8192, length),
-                           kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
-        if "RANK" in os.environ:  # under torchrun: every rank calls its engine
-            options["distributed_executor_backend"] = "external_launcher"
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
                        trust_remote_code=args.trust_remote_code, load_format="dummy" if dummy else "auto",
-                       tensor_parallel_size=args.tensor_parallel, **options)
+                       tensor_parallel_size=args.tensor_parallel, **vllm_options(args, self.cuda))
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)

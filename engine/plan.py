@@ -18,7 +18,7 @@ from engine.base import UserError
 from engine.embedder import embedder_path
 from engine.setup import first_line, planned_ranks
 from engine.sizes import (
-    GIB, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
+    GIB, MOST_SEQUENCES, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
     embedder_bytes, kv_bytes_per_token, kv_room, kv_sequences, resident, sampler_asleep, sampler_awake,
     scoring_moments, shape_of, total, update_moments)
 
@@ -26,7 +26,6 @@ from engine.sizes import (
 # streams, about 2 together; and 5% of a GPU for fragmentation, since micro-batches differ in shape.
 OVERHEAD, USABLE_SHARE = 2 * GIB, 0.95
 MFU, BANDWIDTH_SHARE = 0.4, 0.6  # assumed: reached of the data sheets' peaks
-MOST_SEQUENCES = 256             # that vLLM decodes at a time
 SYNC_SPEED = 20e9                # assumed: bytes/s of gathering weights and writing them into vLLM
 MICRO_TOKENS = (16384, 8192, 4096, 1)  # tried in turn; 1: one sequence at a time
 CPU_FLOPS = 30e9                 # assumed: float32 operations/s of one thread

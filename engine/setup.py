@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 from engine.base import UserError, first_line
 from engine.data import uses_chat_template
 from engine.options import script_name
-from engine.sizes import shape_of
+from engine.sizes import MOST_SEQUENCES, shape_of
 
 
 def has_vllm() -> bool:
@@ -35,6 +35,25 @@ def has_vllm() -> bool:
         raise UserError(f"vLLM is installed, but does not import here ({first_line(error)}); mend it, or "
                         "give --sampler hf, which samples many times slower on a GPU.") from None
     return True
+
+
+def vllm_options(args, cuda: bool) -> dict:
+    """What vLLM is told for speed and safety, on a GPU or on a CPU."""
+    if cuda:
+        # max_num_seqs: what the plan has room for; vLLM takes 1,024 on large GPUs
+        # vLLM's own all-reduce shares memory between ranks, of which expandable segments and memory that can
+        # sleep know no way: the process ends while graphs are captured; NCCL's needs none of it
+        options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True,
+                       max_num_seqs=MOST_SEQUENCES, disable_custom_all_reduce=args.tensor_parallel > 1)
+    else:
+        # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
+        # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
+        options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
+                       max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_new_tokens),
+                       kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
+    if "RANK" in os.environ:  # under torchrun: every rank calls its engine
+        options["distributed_executor_backend"] = "external_launcher"
+    return options
 
 
 def planned_ranks(args) -> int:
@@ -158,14 +177,17 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
     """(device, rank, ranks). Opens the process group if there are ranks or a GPU, or for bfloat16.
 
     A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
-    cuda = torch.cuda.is_available()
-    if not cuda and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
+    cuda, hidden = torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not cuda and not hidden and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
         raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
                         f"this torch (CUDA {torch.version.cuda}): nvidia-smi shows its version.")
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")  # mps: not tried by us
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            raise UserError("--nproc-per-node asks for more processes than the "
+                            f"{torch.cuda.device_count()} GPU(s) here.")
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16) and not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:

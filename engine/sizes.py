@@ -16,6 +16,7 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 HEAD_CHUNK = 2 ** 28      # logits that exist at a time: LogProbs.ELEMENTS["cuda"] of engine/fast.py
 VLLM_ASLEEP = 1 * GIB     # CUDA graphs and compiled code stay: 0.5 to 1.5
 VLLM_WORKSPACE = 3 * GIB  # activations and logits of its largest batch, within its share
+MOST_SEQUENCES = 256      # that vLLM decodes at a time; the workspace has room for their logits
 PROCESS = 3 * GIB         # host memory of one rank: torch, CUDA, vLLM
 
 
@@ -256,9 +257,11 @@ def final_bytes(s: Shape, o: Options) -> int:
 
 def host_bytes(s: Shape, o: Options) -> int:
     """Of a node (8 ranks at most): the bf16 file, mapped once for all ranks, who read it group by group;
-    processes; rank 0's copy of the final model while it is saved; and what is offloaded."""
+    processes; rank 0's copy of the final model while it is saved; what is offloaded; and of HFSampler, which
+    is tried in float32 first, a copy per rank."""
     node = min(o.ranks, 8)
     memory = 2 * s.weights + node * PROCESS + (2 * o.embedding.weights if o.embedding else 0)
+    memory += 4 * s.weights * node if o.engine == "hf" else 0
     if o.train:
         memory += final_bytes(s, o)
         memory += 16 * s.weights * node // o.ranks if o.offload == "optimizer" else 0

@@ -20,6 +20,7 @@ from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
 from engine.policy import Request
 from engine.setup import has_vllm
+from engine.sizes import MOST_SEQUENCES
 
 if not has_vllm():
     pytest.skip("optional: vLLM is not installed", allow_module_level=True)
@@ -62,6 +63,10 @@ def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
     if device == "cuda":
         assert given["enable_sleep_mode"]
         assert given["gpu_memory_utilization"] == 0.5
+        assert given["max_num_seqs"] == MOST_SEQUENCES  # the plan's
+        assert given["disable_custom_all_reduce"]
+        common.VLLMSampler(common.Args(), "M", [2], CUDA, torch.bfloat16)
+        assert not constructor.call_args.kwargs["disable_custom_all_reduce"]
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from tools import gpu_smoke
 
-NEEDS_CUDA = ["memory as planned, MFU", "sleep and wake", "vLLM on two GPUs"]
+NEEDS_CUDA = ["memory as planned, MFU", "sleep and wake", "--offload optimizer", "vLLM on two GPUs"]
 
 
 @pytest.mark.slow
@@ -22,8 +22,8 @@ def test_it_runs_on_a_cpu():
     assert lines[1] == lines[-1] == "```"
     verdicts = [line for line in lines if line.startswith(gpu_smoke.VERDICTS)]
     assert [line[9:47].strip() for line in verdicts if line.startswith("NOT RUN")] == NEEDS_CUDA
-    assert len(verdicts) == 14
-    assert "11 PASS, 0 FAIL, 3 NOT RUN" in lines[-2]
+    assert len(verdicts) == 15
+    assert "11 PASS, 0 FAIL, 4 NOT RUN" in lines[-2]
 
 
 def test_a_part_that_dies_is_a_failure(capsys, monkeypatch):
@@ -35,6 +35,13 @@ def test_a_part_that_dies_is_a_failure(capsys, monkeypatch):
     assert first == "PASS     one"
     assert second.startswith("FAIL     two ")
     assert second.endswith("ValueError: no such kernel")
+
+
+def test_memory_is_shown_beside_the_plan():
+    step = {"measured_gib/update": 30.04, "planned_gib/update": 31.8, "measured_gib/embedding": 9.0, "lr": 1}
+    assert gpu_smoke.memory(step) == (
+        "; GiB of update 30.0 (planned 31.8); GiB of embedding 9.0 (planned nan)")
+    assert gpu_smoke.memory({"lr": 1}) == ""
 
 
 def test_what_an_issue_must_say():

@@ -9,6 +9,7 @@ its own: one that dies, or takes more than five minutes, is a FAIL, and the othe
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -99,12 +100,22 @@ def run(name: str, script: str, model: str, out: Path, ranks: int = 1, like: dic
     tell(verdict(right, name, (
         f"log-probs differ by {apart:.1e}, gradient norm {norm:.4g} (expected {expected:.4g}), "
         f"{step['seconds/step']:.1f} s, tokens/s: sample {step['tokens_per_second/sample']:,.0f}, "
-        f"update {step['tokens_per_second/update']:,.0f}")))
+        f"update {step['tokens_per_second/update']:,.0f}{memory(step)}")))
     return step
 
 
+def memory(step: dict) -> str:
+    """GiB of the GPU at the end of every phase of a step, as measured and as planned."""
+    found = ""
+    for name, taken in step.items():
+        if name.startswith("measured_gib/"):
+            planned = step.get(name.replace("measured", "planned"), math.nan)
+            found += f"; GiB of {name.removeprefix('measured_gib/')} {taken:.1f} (planned {planned:.1f})"
+    return found
+
+
 def runs(model: str, folder: Path, gpus: int) -> None:
-    """Whole steps of the scripts; a checkpoint and a resume; FSDP; an engine of two GPUs."""
+    """Whole steps of the scripts; a checkpoint and a resume; FSDP; offloading; an engine of two GPUs."""
     two = run("ttrl.py, two steps", "ttrl", model, folder / "ttrl", steps=2, checkpoint_every=1)
     if two:
         shutil.rmtree(checkpoint.complete(folder / "ttrl")[0])
@@ -116,6 +127,11 @@ def runs(model: str, folder: Path, gpus: int) -> None:
         name = f"FSDP on {ranks} GPU(s)" if CUDA else f"{ranks} process(es) without a GPU"
         step = run(name, "ttrl", model, folder / f"fsdp-{ranks}", ranks, first, sampler="hf")
         first = first or step
+    if CUDA:
+        run("--offload optimizer", "ttrl", model, folder / "offload", 1, first, sampler="hf",
+            offload="optimizer")
+    else:
+        tell(verdict(None, "--offload optimizer", "needs CUDA"))
     if gpus > 1:
         run("vLLM on two GPUs", "ttrl", model, folder / "parallel", 2, tensor_parallel=2)
     else:

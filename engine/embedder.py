@@ -64,9 +64,9 @@ class Embedder:
                 vectors = vectors.float().cpu()
             if not vectors.isfinite().all():
                 raise ValueError("embeddings are not finite")
+        except torch.OutOfMemoryError:  # engine/options.py says what to do
+            raise
         except Exception as error:
             raise UserError("the responses could not be embedded with --embedder "
                             f"{self.name!r}: {error}") from error
-        if cuda:
-            torch.cuda.empty_cache()
         return list(torch.nn.functional.normalize(vectors, dim=-1))

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import torch.distributed as dist
 import tyro
 
@@ -191,13 +190,17 @@ def end_with_parent(parent: int) -> None:
 
 
 def out_of_memory(error: Exception) -> str:
-    """What to do if a GPU's memory was not enough, for torch or for vLLM at its start; else empty."""
+    """What to do if a GPU's memory was not enough, for torch or for vLLM as it starts or wakes. Else empty.
+
+    vLLM's allocator raises a plain RuntimeError, and so may NCCL."""
     at_start = isinstance(error, ValueError) and DOING[0] == "starting vLLM" and "memory" in str(error)
-    if not isinstance(error, torch.OutOfMemoryError) and not at_start:
+    if not at_start and not (isinstance(error, RuntimeError) and "out of memory" in str(error)):
         return ""
-    sampling = DOING[0] in ("starting vLLM", "sync", "sample", "evaluate")
-    remedy = ("a smaller --gpu_memory leaves more to the trainer, a larger one more to vLLM" if sampling else
-              "give a smaller --micro_tokens, --gradient_checkpointing on, or --offload optimizer")
+    remedy = "give a smaller --micro_tokens, --gradient_checkpointing on, or --offload optimizer"
+    if DOING[0] in ("starting vLLM", "sync", "sample", "evaluate"):
+        remedy = "a smaller --gpu_memory leaves more to the trainer, a larger one more to vLLM"
+    if DOING[0] == "embed":
+        remedy = "give a smaller --embedder, or --offload optimizer"
     reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
     return (f"the GPU's memory was not enough ({DOING[0]}: {reason}); {remedy}. --plan shows what takes it; "
             "--resume goes on from the newest checkpoint.")

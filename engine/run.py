@@ -26,6 +26,9 @@ from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
 
 
+MEASURED = dict(score="scoring", update="update", embed="embedding")  # phases of a step: those of the plan
+
+
 # ------------------------------------------ what scripts hand over -----------------------------------------
 def check_votes(responses: list[Rollout], classes: list[int | None], rewards: torch.Tensor, label) -> None:
     """Raises UserError if there is not one class (or None) and one finite reward per response, or the label
@@ -114,6 +117,8 @@ class Plumbing:
         DOING[1] = self.out
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
+        if self.plan and self.engine == "vllm":
+            self.say("\n".join(self.plan.times()))
         threads = torch.get_num_threads() * self.world_size
         if train and self.device.type == "cpu" and (sentence := cpu_sentence(args, self.config, threads)):
             self.say(sentence)
@@ -223,6 +228,7 @@ class Plumbing:
         if self.first_step == 1 and self.benchmarks:
             self.announce("evaluate", f"Evaluating the initial model on {', '.join(self.benchmarks)}")
             self.folder.log(0, self.evaluate())
+        self.sampler.sleep()  # until the first sync; after --resume, Adam is there
 
     def steps(self):
         """Numbers of the rollout batches still to do, from 1 on."""
@@ -252,8 +258,10 @@ class Plumbing:
         if self.running:
             last, since = self.running
             self.seconds[last] = self.seconds.get(last, 0.0) + now - since
-            if last in ("score", "update"):
-                self.measure({"score": "scoring"}.get(last, last))
+            if last in MEASURED:
+                self.measure(MEASURED[last])
+            if last == "embed" and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # else the next phase would be measured with the embedder
         self.running = (name, now) if name else None
         DOING[0] = name or "the end of a step"
 
@@ -333,6 +341,7 @@ class Plumbing:
         if self.benchmarks and (last or args.eval_every and self.step % args.eval_every == 0):
             self.phase("evaluate")
             metrics |= self.evaluate()
+            self.sampler.sleep()  # beside its KV cache saving and the next sync may not fit
             self.phase(None)
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["seconds/step"] = time.time() - self.began
@@ -343,7 +352,7 @@ class Plumbing:
             self.measured["sync"] = self.policy.sync_peak
         for phase, taken in self.measured.items():
             metrics[f"measured_gib/{phase}"] = taken
-            if self.plan:
+            if self.plan and phase in self.plan.peaks:
                 metrics[f"planned_gib/{phase}"] = (self.plan.peaks[phase] + OVERHEAD) / GIB
         if self.device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -238,6 +239,9 @@ def test_failing_embedder_stops(tmp_path, monkeypatch):
 
     monkeypatch.setattr(embedder.model, "encode", encode)
     with pytest.raises(common.UserError, match="embeddings are not finite"):
+        embedder(["text"])
+    monkeypatch.setattr(embedder.model, "encode", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):  # common.launch names flags
         embedder(["text"])
 
 

@@ -226,15 +226,15 @@ def test_a_run_that_does_not_fit_stops_before_weights(monkeypatch):
 
 def test_what_is_taken_is_logged_beside_the_plan(monkeypatch):
     run = checked(79.2, monkeypatch)
-    taken = iter([30, 35, 20, 40])
+    taken = iter([50, 30, 35, 20, 40])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((79 - next(taken)) * GIB, 79 * GIB))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     run.measured, run.seconds, run.running = {}, {}, None
-    for phase in ("sync", "sample", "score", "score", "update", None):
+    for phase in ("sync", "sample", "embed", "score", "score", "update", None):
         run.phase(phase)
-    assert run.measured == dict(scoring=35, update=20)
+    assert run.measured == dict(embedding=50, scoring=35, update=20)
     run.measure("sampling")
-    assert run.measured["sampling"] == 40 and run.plan.peaks.keys() >= run.measured.keys()
+    assert run.measured["sampling"] == 40 and run.plan.peaks.keys() >= run.measured.keys() - {"embedding"}
     assert run.plan.peaks["update"] + OVERHEAD < 79.2 * GIB
 
 
@@ -278,14 +278,27 @@ def test_a_broken_vllm_is_never_replaced_without_a_word(monkeypatch):
 
 
 def test_a_driver_that_is_too_old_is_said_instead_of_running_on_the_cpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia" or exists(path))
     with pytest.raises(UserError, match="the driver is probably too old for this torch .CUDA 13.0."):
         setup.start_processes()
+    for hidden in ("", "-1"):  # on purpose
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert setup.start_processes() == (torch.device("cpu"), 0, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/driver/nvidia" and exists(path))
     assert setup.start_processes() == (torch.device("cpu"), 0, 1)
+
+
+def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UserError, match="--nproc-per-node asks for more processes than the 4 GPU.s. here."):
+        setup.start_processes()
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
@@ -319,6 +332,13 @@ def test_memory_that_ran_out_is_one_sentence(monkeypatch):
         "Free memory on device (11.5/23.6 GiB) is less than desired GPU memory utilization")
     assert "--gpu_memory" in options.out_of_memory(too_little)
     assert "--gpu_memory" in options.out_of_memory(error)
+    options.DOING[0] = "sync"  # vLLM's allocator has an error of its own
+    asleep = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+    assert "(sync: CUDA Error: out of memory at" in options.out_of_memory(asleep)
+    assert "a smaller --gpu_memory" in options.out_of_memory(asleep)
+    options.DOING[0] = "embed"
+    assert "a smaller --embedder" in options.out_of_memory(error)
+    assert options.out_of_memory(RuntimeError("no such kernel")) == ""
     assert options.out_of_memory(ValueError("something else")) == ""
     assert options.out_of_memory(KeyError("memory")) == ""
 

@@ -31,6 +31,7 @@ import scrl
 import ttrl
 from engine import checkpoint, initial_votes, options
 from engine.base import UserError, seed_of
+from engine.hf_sampler import HFSampler
 from engine.policy import Rollout
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
@@ -715,6 +716,27 @@ def test_a_sampler_of_other_weights_stops_a_float32_run(tmp_path):
                 run.check_sampler(responses)
     run.check_sampler([])  # Dynamic RL without a usable question
     assert run.logp_diff == dict(logp_diff_max=0.0, logp_diff_mean=0.0)
+
+
+def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
+    """vLLM's KV cache and the gathered weights may not fit together. Only at the very first there is no Adam
+    yet. Load, generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
+    calls = []
+
+    def spied(letter, method):
+        def call(self, *args, **options):
+            calls.append(letter)
+            return method(self, *args, **options)
+        return call
+
+    for name in ("load", "generate", "sleep"):
+        monkeypatch.setattr(HFSampler, name, spied(name[0], getattr(HFSampler, name)))
+    few = dict(max_new_tokens=8, eval="toy_test", eval_samples=1, eval_every=1, checkpoint_every=1)
+    run_toy(ttrl, tmp_path / "run", steps=2, **few)
+    assert re.fullmatch("lg+s(lg+slg+s){2}", "".join(calls)), calls
+    calls.clear()
+    run_toy(ttrl, tmp_path / "run", steps=3, resume=True, **few)
+    assert re.fullmatch("slg+slg+s", "".join(calls)), calls
 
 
 def test_seeds_derive_from_step_and_problem_alone(tmp_path):

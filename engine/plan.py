@@ -188,7 +188,7 @@ class Plan:
             lines += ["The formulas do not know this architecture: only its parameters are exact."]
         lines += self._other_sizes()
         if self.fits:
-            lines += self._times() if o.engine == "vllm" else ["time: only that of vLLM is planned"]
+            lines += self.times() if o.engine == "vllm" else ["time: only that of vLLM is planned"]
         return "\n".join([*lines, self.verdict()])
 
     def _other_sizes(self) -> list[str]:
@@ -199,6 +199,8 @@ class Plan:
                 kept, again = activations(s, o.c, tokens, False), activations(s, o.c, tokens, True)
                 sizes = f"{gib(kept)}, recomputed {gib(again)}"
                 lines += [f"activations of the largest {what}, {tokens:,} tokens: {sizes}"]
+            head = update_moments(s, o, tokens, tokens, tokens)[0]["logits"]
+            lines += [f"logits that exist at a time, with their gradients: {gib(head)}"]
             at_most = (o.keep + 1) * checkpoint_bytes(s) + final_bytes(s, o)  # one is being written
             lines += [f"disk: {gib(checkpoint_bytes(s))} a checkpoint, {gib(at_most)} at most in all"]
         lines += [f"host memory of a node: {gib(host_bytes(s, o))}"]
@@ -207,13 +209,10 @@ class Plan:
         cache = f"{kv_sequences(s, o):,} sequences of {o.full_length:,} tokens"
         lines += [f"vLLM: weights {gib(o.c * s.weights // o.tensor_parallel)}, KV cache of {cache} "
                   f"({kv_bytes_per_token(s, o):,} bytes a token)"]
-        more = dataclasses.replace(o, gpu_memory=self.largest_share())
-        if self.fits and more.gpu_memory > o.gpu_memory and kv_sequences(s, o) < wanted_sequences(o):
-            lines += [f"  faster with --gpu_memory {more.gpu_memory:g}, which fits as well: room for "
-                      f"{kv_sequences(s, more)} of the {wanted_sequences(o)} that are asked for at a time"]
         return lines
 
-    def _times(self) -> list[str]:
+    def times(self) -> list[str]:
+        """What a run that fits takes, with vLLM, and what would make it faster."""
         s, o = self.shape, self.options
         name, flops, bandwidth = gpu_speed(o)
         lines = [f"time on {name}, at {MFU:.0%} of {flops / 1e12:.0f} TFLOP/s and {BANDWIDTH_SHARE:.0%} of "
@@ -230,6 +229,10 @@ class Plan:
         else:
             seconds = seconds_per_step(s, o)["sampling"]
             lines += [f"  {o.prompts_per_batch * o.votes:,} responses: at most {seconds / 3600:,.1f} hours"]
+        more = dataclasses.replace(o, gpu_memory=self.largest_share())
+        if more.gpu_memory > o.gpu_memory and kv_sequences(s, o) < wanted_sequences(o):
+            lines += [f"  faster with --gpu_memory {more.gpu_memory:g}, which fits as well: room for "
+                      f"{kv_sequences(s, more)} of the {wanted_sequences(o)} that are asked for at a time"]
         return lines
 
 
@@ -300,7 +303,7 @@ def find_advice(s: Shape, o: Options, flags=None) -> dict[str, object]:
             changes[flag], best = value, trial
     if not best.fits:
         return {}
-    for flag in list(changes):  # later changes may have made earlier ones needless
+    for flag in list(changes) * 2:  # others may have made it needless, or once they are gone themselves
         fewer = {name: value for name, value in changes.items() if name != flag}
         if changed(fewer).fits:
             changes = fewer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import shutil
@@ -448,6 +449,7 @@ def turn_off_dropout(model) -> None:
                 setattr(module, name, 0.0)
 
 
+@functools.cache
 @torch.no_grad()
 def can_pack(path: str, max_length: int, trust_remote_code: bool = False) -> bool:
     """Whether packed rows and our head give this architecture's own log-probs; tried on a small copy of it.

@@ -34,6 +34,12 @@ SMALL_OF = dict(restrain=dict(kappa=2), ettrl=dict(trunks=2))  # what else is si
 TIMED = ("seconds/", "tokens_per_second/")
 
 
+@pytest.fixture(autouse=True)
+def other_models_in_the_same_folder():
+    """A folder that a passed test left is deleted, and the next test may put another model there."""
+    engine.policy.can_pack.cache_clear()
+
+
 # ------------------------------------------------- toy runs ------------------------------------------------
 @functools.cache
 def toy_of(module) -> dict:
@@ -158,9 +164,6 @@ WATCHED_OF = dict(
                     lambda_s=0.6))
 
 
-can_pack = functools.cache(engine.policy.can_pack)  # is tried once per model and length, not for every run
-
-
 class FakeEmbedder:
     """Unit vectors [3] that depend on the text and on the embedder's name, for EVOL-RL."""
 
@@ -234,8 +237,7 @@ class Watched:
         if self.script == "dynamic_rl":
             instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
         cpu = mock.patch("engine.run.start_processes", return_value=(torch.device("cpu"), 0, 1))
-        quicker = mock.patch("engine.policy.can_pack", can_pack)
-        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, quicker, instead, \
+        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
                 mock.patch.object(sys, "argv", [f"{self.script}.py"]):
             self.metrics = run_toy(self.module, self.out, **self.flags)
         return self

@@ -107,6 +107,13 @@ def test_host_memory_of_a_32b_on_8_ranks():
     assert host_bytes(s, Options(ranks=8, offload="optimizer")) / GIB == pytest.approx(146 + 488 + 61, abs=2)
 
 
+def test_the_transformers_sampler_is_tried_in_float32_on_every_rank():
+    s = shape_of(config_of("qwen2.5-math-1.5b"))
+    more = host_bytes(s, Options(ranks=8, engine="hf")) - host_bytes(s, Options(ranks=8))
+    assert more == 8 * 4 * s.weights
+    assert host_bytes(s, Options(ranks=8, engine="plain")) == host_bytes(s, Options(ranks=8))
+
+
 def test_rates_are_the_ceilings_of_the_benchmarks(monkeypatch):
     """One H200, 1.5B, responses of 3k tokens: 98,600 trained tokens/s, 80,900 decoded with 256 sequences."""
     monkeypatch.setattr(planning, "MFU", 1.0)
@@ -173,6 +180,11 @@ def test_advice_makes_it_fit(shape, ranks, gib, flag):
     assert f"--{flag}" in made.verdict()
 
 
+def test_no_flag_is_advised_that_another_made_needless():
+    made = plan(config_of("llama-3.1-8b"), Options(ranks=4, gpu_gib=39.4))
+    assert made.advice == {"offload": "optimizer"}
+
+
 def test_more_gpus_are_the_last_resort_and_sometimes_nothing_helps():
     made = plan(config_of("qwen2.5-math-7b"), Options(gpu_gib=79.2), flags=("gpu_memory", "micro_tokens"))
     assert made.advice["ranks"] > 1 and "GPUs" in made.verdict()
@@ -217,6 +229,7 @@ def test_table():
     assert len(text.splitlines()) < 30 and max(map(len, text.splitlines())) <= 110 and text.isascii()
     for word in "sampling scoring update sync Adam reference 57,344 disk host hours".split():
         assert word in text, word
+    assert "gradients: 1.5\n" in text  # 2^28 logits, 4 bytes each and 2 for the gradient
     assert text.endswith("It fits.")
 
 

@@ -180,9 +180,14 @@ def test_advice_makes_it_fit(shape, ranks, gib, flag):
     assert f"--{flag}" in made.verdict()
 
 
-def test_no_flag_is_advised_that_another_made_needless():
-    made = plan(config_of("llama-3.1-8b"), Options(ranks=4, gpu_gib=39.4))
+@pytest.mark.parametrize("shape,ranks,gib,host", [
+    ("qwen2.5-math-1.5b", 1, 23.6, 35), ("qwen2.5-math-7b", 4, 39.4, 168), ("llama-3.1-8b", 4, 39.4, 177),
+    ("qwen3-8b", 4, 39.4, 180)])
+def test_the_smallest_gpus_of_the_readme(shape, ranks, gib, host):
+    """No other flag is advised beside --offload."""
+    made = plan(config_of(shape), Options(ranks=ranks, gpu_gib=gib))
     assert made.advice == {"offload": "optimizer"}
+    assert round(host_bytes(made.shape, made.advised()) / GIB) == host
 
 
 def test_more_gpus_are_the_last_resort_and_sometimes_nothing_helps():

@@ -133,14 +133,18 @@ class RunFolder:
             parts.append(f"eval {first:.3g}")
         return " ".join(parts)
 
-    def log_samples(self, step: int, groups: list[dict], tokenizer, prompts: int = 2) -> None:
-        """The votes of two of a step's prompts, one line of samples.jsonl each: the same prompts whenever
-        they come up, so that a vote can be followed over the epochs."""
+    def log_samples(self, step: int, groups: list[dict], tokenizer) -> None:
+        """The whole votes of two of a step's prompts, a line of samples.jsonl each: of a fixed one, the same
+        whenever it comes up, so that its vote can be followed over the epochs, and of a random one."""
         def rank_of(group: dict) -> int:
             return seed_of("watch", group["prompt"].question)
 
+        def draw_of(group: dict) -> int:
+            return seed_of("watch", self.args.seed, step, group["prompt"].question)
+
         if self.rank == 0:
-            for group in sorted(groups, key=rank_of)[:prompts]:
+            ranked = sorted(groups, key=rank_of)
+            for group in ranked[:1] + sorted(ranked[1:], key=draw_of)[:1]:
                 record = sample_record(step, group)
                 add_tokens(record["responses"], group["responses"], tokenizer)
                 self.append("samples.jsonl", record)
@@ -148,8 +152,8 @@ class RunFolder:
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
         try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
         except OSError as error:
             raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
                             f"checkpoint is {checkpoint.newest(self.path)}.") from None
@@ -187,6 +191,19 @@ class RunFolder:
         except Exception as error:  # the model is saved
             print(f"No curves drawn or no report written ({error}).")
         print(f"Final model: {self.path / 'final'}", flush=True)
+
+
+def compact(value) -> str:
+    """JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def end_of(text: str, size: int) -> str:
+    """The end of a text: as much as takes at most `size` bytes in JSON."""
+    text = text[-size:]
+    while (excess := len(compact(text).encode("utf-8", "backslashreplace")) - 2 - size) > 0:
+        text = text[-(-excess // 6):]  # no character takes more than 6 bytes: none too many is dropped
+    return text
 
 
 def json_object(line: str) -> dict:
@@ -237,23 +254,24 @@ def time_table(history: list[dict]) -> str:
 
 def sample_record(step: int, group: dict) -> dict:
     """One prompt's whole vote for samples.jsonl. The texts are the ends of the responses, long ones of the
-    first two."""
+    first two; cut: whether any is less than its whole."""
     responses = []
     for i, (r, c, reward) in enumerate(zip(group["responses"], group["classes"], group["rewards"])):
         trained = i in group["trained"]
         responses.append(dict(
-            text=r.text[-2000:] if i < 2 else r.text[-100:], answer=r.answer, answer_class=c,
+            text=end_of(r.text, 2000 if i < 2 else 100), answer=r.answer, answer_class=c,
             reward=round(reward, 6), votes=group["classes"].count(c) if c is not None else 0, trained=trained,
             advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     prompt = group["prompt"]
     equal = prompt.classes([prompt.answer, *(r.answer for r in group["responses"])])  # gold, then the answers
-    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
+    cut = any(row["text"] != r.text for row, r in zip(responses, group["responses"]))
+    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label, cut=cut,
                 negatives=group["negatives"], responses=responses)
 
 
-def add_tokens(rows: list[dict], responses: list, tokenizer, last: int = 200) -> None:
+def add_tokens(rows: list[dict], responses: list, tokenizer, last: int = 100) -> None:
     """Add to a record's rows what the report page shows of single tokens.
 
     token_entropy: [[token, nats], ...] of the last tokens of the first response that was scored. fork: of a

@@ -15,7 +15,7 @@ import restrain
 import ttrl
 from common import Problem, Rollout, by_majority, counts, grade, majority, pass_at_k, summary
 from engine.metrics import group_metrics, step_metrics
-from engine.runfolder import add_tokens, sample_record
+from engine.runfolder import RunFolder, add_tokens, json_object, sample_record
 
 
 def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
@@ -218,9 +218,64 @@ def test_a_sample_record_by_hand():
     assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
     assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
     # the ends of the texts: long ones of the first two, else short ones
-    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50]
+    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50] and record["cut"]
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
-    assert record["negatives"] == [] and sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
+    assert record["negatives"] == []
+    whole = sample_record(4, group({}, negatives={2, 1}))
+    assert whole["negatives"] == [1, 2] and not whole["cut"]
+
+
+def sample_folder(path, seed=1):
+    """What of a run's folder writes samples.jsonl."""
+    folder = object.__new__(RunFolder)
+    folder.path, folder.rank, folder.args = path, 0, SimpleNamespace(seed=seed)
+    return folder
+
+
+LINES = {"latex": 'so \\frac{a}{b} is "12":\n', "chinese": "\u56e0\u6b64\u7b54\u6848\u662f\n",
+         "lone surrogates": "\ud800"}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_64_long_responses_take_at_most_25_kb(tmp_path, line):
+    """Two such prompts a step are 50 MB in 1,000 steps. The text comes back as the end of what was said."""
+    made = [rollout(str(i % 40), 3072, text=line * 1000, advantage=-1 / 3) for i in range(64)]
+    for r in made:
+        r.entropy = torch.full((3072,), 1.2345)
+    for r in made[12:]:
+        r.forked = (made[0], 2000)  # a tree: 52 branches
+    classes = Problem("", "1").classes([r.answer for r in made])
+    votes = dict(prompt=Problem("w" * 400, "1"), responses=made, classes=classes, rewards=[1 / 3] * 64,
+                 trained=set(range(64)), label=dict.fromkeys(classes, 1 / 40), negatives=[])
+    sample_folder(tmp_path).log_samples(1, [votes], SimpleNamespace(batch_decode=decoded))
+    written, = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]
+    assert 15e3 < len(written) <= 25e3
+    record = json_object(written.decode())
+    texts = [row["text"] for row in record["responses"]]
+    assert record["cut"] and all((line * 1000).endswith(text) for text in texts)
+    assert len(texts[0]) > 330 and len(texts[63]) > 15
+
+
+def test_a_fixed_and_a_random_prompt_of_a_step_are_logged(tmp_path):
+    def asked(folder, steps):
+        for step in steps:
+            folder.log_samples(step, groups, SimpleNamespace(batch_decode=decoded))
+        return [record["problem"] for record in read_lines(folder.path / "samples.jsonl")]
+
+    groups = []
+    for i in range(6):
+        groups.append(group({}))
+        groups[i]["prompt"] = Problem(f"p{i}", "5")
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    one = asked(sample_folder(tmp_path / "a"), range(20))
+    other = asked(sample_folder(tmp_path / "b", 2), range(20))
+    assert len(one) == 40 and len(set(one[::2])) == 1 and one[0] not in one[1::2]
+    assert len(set(one[1::2])) == 5 and one[::2] == other[::2] and one != other
+    # a resumed run draws the same
+    assert asked(sample_folder(tmp_path / "c"), [7]) == one[14:16]
+    groups[1:] = []
+    assert asked(sample_folder(tmp_path / "c"), [8]) == [*one[14:16], "p0"]
 
 
 def test_tokens_and_forks_of_a_sample_by_hand():

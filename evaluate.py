@@ -12,7 +12,6 @@ beside one wins over it.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +99,9 @@ class Args:
 
 
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
-    """Scores by benchmark. task: same_answer and read_answer of a script of one's own, see common.Run."""
+    """Scores by benchmark, and of several the mean of their pass@1, as "mean".
+
+    task: same_answer and read_answer of a script of one's own, see common.Run."""
     if not args.benchmarks.replace(",", "").strip():
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
@@ -114,6 +115,9 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations and run.rank == 0:
             save_generations(run, name, problems, graded)
+    rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
+    if len(rates) > 1:
+        results["mean"] = {"pass@1": common.mean(rates)}
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(results=results, by_majority=majorities)
@@ -137,15 +141,17 @@ def table(results: dict[str, dict[str, float]]) -> str:
     metrics = dict.fromkeys(name for row in results.values() for name in row if name != "stderr")
     lines = [f"{'':10}" + "".join(f"{name[-15:]:>16}" for name in results)]
     for metric in metrics:
-        cells = [cell(metric, row.get(metric, math.nan), row.get("stderr")) for row in results.values()]
+        cells = [cell(metric, row) for row in results.values()]
         lines.append(f"{metric:10}" + "".join(f"{text:>16}" for text in cells))
     return "\n".join(lines)
 
 
-def cell(metric: str, value: float, stderr: float | None) -> str:
-    if metric == "pass@1":
-        return f"{100 * value:.1f} +- {100 * stderr:.1f}"
-    return f"{value:.1f}" if metric == "length" else f"{100 * value:.1f}"
+def cell(metric: str, row: dict[str, float]) -> str:
+    """Empty for what the row lacks: scores without gold answers, all but pass@1 of the mean."""
+    if metric not in row:
+        return ""
+    text = f"{row[metric] if metric == 'length' else 100 * row[metric]:.1f}"
+    return f"{text} +- {100 * row['stderr']:.1f}" if metric == "pass@1" and "stderr" in row else text
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
 """What a run is watched by, against numbers worked out by hand: grading, pass@k, and the votes of a step."""
 
 import itertools
+import json
 import math
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import read_lines, run_toy
 
 import common
+import evaluate
 import evol_rl
 import restrain
 import ttrl
 from common import Problem, Rollout, by_majority, counts, grade, majority, pass_at_k, summary
-from engine.metrics import group_metrics, step_metrics
+from engine.metrics import group_metrics, maj_at_k, step_metrics
 from engine.runfolder import RunFolder, add_tokens, json_object, sample_record
 
 
@@ -65,6 +68,68 @@ def test_grade_and_summary_by_hand():
     assert row["maj@4"] == 0.5 and row["length"] == 2.5
     assert row["answered"] == 7 / 8 and row["truncated"] == 1 / 8
     assert row["distinct"] == pytest.approx((4 / 4 + 3 / 4) / 2)
+
+
+def test_majority_of_k_against_all_orders():
+    """Six responses: 0, which is right, has three votes, 1 two, and one has no answer."""
+    classes, right = [0, 0, 0, 1, 1, None], {0}
+    # 2 of them, 15 pairs: 00 (3) and 0- (3) are won, 01 (6) by whoever comes first; 11 (1), 1- (2) are lost
+    # 3 of them, 20 triples: two or three 0 (3 x 3 + 1) are won, 01- (3 x 2) half; two 1 (1 x 4) are lost
+    exact = {1: 3 / 6, 2: (3 + 3 + 6 / 2) / 15, 3: (10 + 6 / 2) / 20}
+    for k, by_hand in exact.items():
+        orders = list(itertools.permutations(classes, k))
+        won = sum(majority(list(order)) in right for order in orders)
+        assert won / len(orders) == pytest.approx(by_hand)
+        spread = math.sqrt(by_hand * (1 - by_hand))
+        assert maj_at_k(classes, right, k, subsets=4000) == pytest.approx(by_hand, abs=4 * spread / 4000**0.5)
+        seeded = maj_at_k(classes, right, k)  # of 64 subsets, the same each time
+        assert maj_at_k(classes, right, k) == seeded == pytest.approx(by_hand, abs=4 * spread / 8)
+    assert maj_at_k(classes, right, 6) == 1 and maj_at_k(classes, {1}, 6) == 0
+    verdicts = dict(known=True, classes=classes, correct=[c == 0 for c in classes], length=[1] * 6,
+                    answered=[True] * 6, truncated=[False] * 6, distinct=1.0)
+    row = summary([verdicts])
+    assert row["maj@2"] == maj_at_k(classes, right, 2) and row["maj@6"] == 1
+    assert [name for name in row if name.startswith("maj@")] == ["maj@2", "maj@4", "maj@6"]
+
+
+def graded(*shares):
+    """What evaluate_benchmark returns for problems of which these shares of four responses are right."""
+    found = []
+    for share in shares:
+        answers = [] if share is None else ["1"] * round(4 * share)
+        responses = [rollout(answer) for answer in answers + ["2"] * (4 - len(answers))]
+        found.append((grade(Problem("p", None if share is None else "1"), responses), responses))
+    return found
+
+
+# pass@1 is (1/4 + 3/4) / 2 = .5 of a, 1/4 of b, and c has no gold answers: the mean is (.5 + .25) / 2 = .375,
+# of benchmarks; of the three problems it would be .417
+BENCHMARKS = dict(a=[0.25, 0.75], b=[0.25], c=[None, None])
+
+
+@pytest.mark.parametrize("names, mean", [("abc", 0.375), ("ac", None), ("c", None)])
+def test_mean_over_benchmarks_by_hand(names, mean):
+    stub = mock.Mock(benchmarks={name: [] for name in names}, args=SimpleNamespace(eval_greedy=False))
+    stub.evaluate_benchmark.side_effect = lambda name, problems: graded(*BENCHMARKS[name])
+    metrics = common.Run.evaluate(stub)
+    assert metrics.get("eval/mean/pass@1") == mean
+    assert metrics.get("eval/a/pass@1") == (0.5 if "a" in names else None)
+
+
+def test_evaluate_prints_and_saves_the_mean_over_benchmarks(tmp_path, monkeypatch, capsys):
+    """The same numbers through evaluate.py; one without gold answers has no score, and no row fails."""
+    (tmp_path / "c.jsonl").write_text('{"question": "What?"}\n')
+    names = dict(toy="a", toy_test="b") | {str(tmp_path / "c.jsonl"): "c"}
+    monkeypatch.setattr(common.Run, "evaluate_benchmark",
+                        lambda self, name, problems, progress: graded(*BENCHMARKS[names[name]]))
+    settings = dict(evaluate.TOY, benchmarks=",".join(names), out=str(tmp_path / "out"))
+    results = evaluate.main(evaluate.Args(**settings))
+    assert results["mean"] == {"pass@1": 0.375}
+    assert json.loads((tmp_path / "out/results.json").read_text())["results"] == results
+    printed = capsys.readouterr().out.splitlines()
+    header, *rows = [line.split() for line in printed if line.startswith((" ", "pass@"))]
+    assert header[-1] == "mean" and rows[0] == "pass@1 50.0 +- 25.0 25.0 +- 0.0 37.5".split()
+    assert rows[1][:3] == ["pass@2", "75.0", "50.0"]
 
 
 def test_by_majority_by_hand():
@@ -159,6 +224,28 @@ def test_weighted_labels_by_hand():
     assert row["reward_accuracy"] == pytest.approx(0.5 * 3 / 8 + 0.25 + 0.25 * 5 / 8)
     # weights need not sum to 1: they are shares of the whole
     assert group_metrics(group({0: 2.0, 1: 1.0, 2: 1.0})) == row
+
+
+def test_entropies_of_right_and_wrong_responses_by_hand():
+    # The third and the fifth are right: (.1 + .3) / 2 = .2 and .4, mean .3. Wrong, or without an answer:
+    # 1, (.5 + .7 + .9) / 3 = .7 and 1.3, mean 1. The other three were not scored.
+    made = group({0: 1.0})
+    for i, entropy in {2: [0.1, 0.3], 4: [0.4], 0: [1.0], 6: [0.5, 0.7, 0.9], 7: [1.3]}.items():
+        made["responses"][i].entropy = torch.tensor(entropy)
+    row = group_metrics(made)
+    assert (row["entropy_right"], row["entropy_wrong"]) == (pytest.approx(0.3), pytest.approx(1.0))
+    for i in (2, 4):
+        made["responses"][i].entropy = None
+    row = group_metrics(made)
+    assert "entropy_right" not in row and row["entropy_wrong"] == pytest.approx(1.0)
+    assert not {"entropy_right", "entropy_wrong"} & group_metrics(group({0: 1.0})).keys()
+
+
+def test_the_winners_mean_advantage_by_hand():
+    # Trained are the first four; the positive ones are .5 and 1.5. The fifth's 9 is not trained.
+    advantages = [0.5, -1.0, 1.5, 0.0, 9.0, 0.0, 0.0, 0.0]
+    assert group_metrics(group({}, advantages=advantages, trained=range(4)))["positive_advantage"] == 1
+    assert "positive_advantage" not in group_metrics(group({}, advantages=[0.0, -1.0] * 4))
 
 
 def test_negative_labels_by_hand():

@@ -358,7 +358,7 @@ class Run(Plumbing):
         for response, text in zip(responses, texts):
             response.text, response.answer = text, extract_answer(text, choices=problem.choices)
             if self.read_answer:
-                response.answer = check_answer(self.read_answer(text, problem))
+                response.answer = check_answer(self.read_answer(text, problem), self.read_answer)
 
     def decode_ids(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -332,7 +332,7 @@ def main(args: Args) -> None:
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
             advantages_G = args.lambda_s * group_advantages(rewards_N[trained_G])
-            for i, advantage in zip(trained_G, advantages_G.tolist()):
+            for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
         question_metrics = reward_questions(questions, args, run.same_answer) if questions else {}

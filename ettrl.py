@@ -150,7 +150,7 @@ def to_train(run, prompts: list[Problem], groups: list[list[Rollout]], args: Arg
 def entropy_advantages(advantages: torch.Tensor, trained: list[Rollout], args: Args) -> torch.Tensor:
     """EAR: a trained group's advantages, reshaped by the sampling policy's entropies; [G] -> [G]."""
     if args.advantage == "res":
-        entropies_G = torch.stack([response.entropy.mean() for response in trained])  # Eq. 5
+        entropies_G = torch.tensor([response.mean(response.entropy) for response in trained])  # Eq. 5
         return reshape_advantages(advantages, entropies_G, args.alpha, args.beta)
     return clip_advantages(advantages, args.bound) if args.advantage == "clip" else advantages
 
@@ -241,7 +241,7 @@ def main(args: Args) -> None:
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
             advantages_G = group_advantages(rewards_N[trained_G])
             advantages_G = entropy_advantages(advantages_G, [responses[i] for i in trained_G], args)
-            for i, advantage in zip(trained_G, advantages_G.tolist()):
+            for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 

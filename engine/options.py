@@ -170,7 +170,7 @@ def launch(main, args_class: type, toy: dict) -> None:
     except UserError as error:
         leave_after(error)
     except Exception as error:
-        if sentence := out_of_memory(error) or unreadable(error, args):
+        if sentence := out_of_memory(error) or unreadable(error, args) or in_script(error):
             leave_after(UserError(sentence))
         raise
     if distributed() and "vllm" not in sys.modules:
@@ -207,14 +207,29 @@ def out_of_memory(error: Exception) -> str:
 
 
 def unreadable(error: Exception, args) -> str:
-    """What failed while data or a model were read; the traceback goes to a file. Else empty: it is a bug."""
+    """What failed while data or a model were read; else empty."""
     in_folder = isinstance(error, OSError) and DOING[1] and str(DOING[1]) in str(error.filename)
     if not in_folder and not DOING[0].startswith(("reading", "loading", "starting vLLM")):
         return ""
+    blamed = f"--model is '{args.model}', but " if DOING[0] in ("loading", "starting vLLM") else ""
+    return blamed + failed(DOING[0], error)
+
+
+def in_script(error: Exception) -> str:
+    """The innermost line of the script, or of a function that it handed over, that met this error."""
+    engine = Path(__file__).parent
+    others = (Path(os.__file__).parent, Path(tyro.__file__).parents[1], engine, engine.parent / "common.py")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(tuple(map(str, others)))]
+    where = [f"{Path(frame.filename).name}, line {frame.lineno}: `{frame.line}`" for frame in own]
+    return failed(where[-1], error) if where else ""
+
+
+def failed(what: str, error: Exception) -> str:
+    """One sentence; the traceback goes to a file, of the run if there is one."""
     log = (DOING[1] or Path(tempfile.gettempdir())) / f"traceback-{os.getpid()}.txt"
     log.write_text(traceback.format_exc(), encoding="utf-8")
-    blamed = f"--model is '{args.model}', but " if DOING[0] in ("loading", "starting vLLM") else ""
-    return f"{blamed}{DOING[0]} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
+    return f"{what} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
 
 
 def leave_after(error: UserError) -> None:

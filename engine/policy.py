@@ -32,6 +32,13 @@ class Request:
     seed: int
     max_new_tokens: int
 
+    def __post_init__(self):
+        """Raises UserError if there is no room for a response."""
+        if self.max_new_tokens < 1:
+            raise UserError(f"{script_line()}: a prompt of {len(self.prompt_ids)} tokens leaves its response "
+                            "none; together they have at most --max_prompt_tokens + --max_new_tokens, and "
+                            "the limits of run.sample must be 1 or more.")
+
 
 @dataclass(eq=False)
 class Rollout:

@@ -51,11 +51,12 @@ def check_votes(responses: list[Rollout], classes: list[int | None], rewards: to
                         "whole number, or {class: weight}, or None.")
 
 
-def check_answer(answer: str | None) -> str | None:
-    """The same. Raises UserError if it is neither text nor None."""
+def check_answer(answer: str | None, read_answer) -> str | None:
+    """The same. Raises UserError if it is neither text nor None, but whatever read_answer returned."""
     if answer is not None and not isinstance(answer, str):
-        raise UserError("read_answer, given to common.Run, must return text or None (no answer), but "
-                        f"returned {repr(answer)[:80]}.")
+        name = getattr(read_answer, "__name__", "read_answer")
+        raise UserError(f"{name}, given to common.Run as read_answer, must return text or None (no answer), "
+                        f"but returned {repr(answer)[:80]}.")
     return answer
 
 
@@ -225,6 +226,7 @@ class Plumbing:
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
+        DOING[0] = "start-up"
         if self.first_step == 1 and self.benchmarks:
             self.announce("evaluate", f"Evaluating the initial model on {', '.join(self.benchmarks)}")
             self.folder.log(0, self.evaluate())

@@ -55,7 +55,7 @@ def main(args: Args) -> None:
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, torch.zeros(len(responses)), trained_G, None)
             for i in trained_G:
-                responses[i].advantage = 0.0  # none: entropy is the loss
+                responses[i].advantage = 1.0  # alike: entropy is the loss
                 train.append(responses[i])
 
         # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio

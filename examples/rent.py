@@ -30,14 +30,13 @@ class Args(common.Args):
 
 
 # ------------------------------------------------- the method -----------------------------------------------
-def entropy_reward(entropies: list[torch.Tensor], beta: float = 1.0) -> torch.Tensor:
-    """-beta times the mean of each response's token entropies; N tensors [T_i] -> [N]. ETTRL paper, Eq. 5 and
-    6.
+def entropy_reward(entropies: list[float], beta: float = 1.0) -> torch.Tensor:
+    """-beta times each response's mean token entropy; [N]. ETTRL paper, Eq. 6.
 
-    >>> entropy_reward([torch.tensor([0.5, 1.5]), torch.tensor([0.25])])
+    >>> entropy_reward([1.0, 0.25])
     tensor([-1.0000, -0.2500])
     """
-    return torch.stack([-beta * entropy.mean() for entropy in entropies])
+    return -beta * torch.tensor(entropies)
 
 
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -77,11 +76,11 @@ def main(args: Args) -> None:
         train = []
         for prompt, responses in zip(prompts, groups):
             classes_N = common.answer_classes(prompt, responses)  # for the log alone
-            rewards_N = entropy_reward([response.entropy for response in responses], args.beta)
+            rewards_N = entropy_reward([response.mean(response.entropy) for response in responses], args.beta)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, None)
             advantages_G = group_advantages(rewards_N[trained_G])
-            for i, advantage in zip(trained_G, advantages_G.tolist()):
+            for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 

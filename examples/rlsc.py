@@ -70,7 +70,7 @@ def main(args: Args) -> None:
             rewards_N = self_confidence(logps_N, args.alpha)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, None)
-            for i, advantage in zip(trained_G, rewards_N[trained_G].tolist()):
+            for i, advantage in zip(trained_G, rewards_N[trained_G].tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 

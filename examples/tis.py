@@ -88,7 +88,7 @@ def main(args: Args) -> None:
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
             advantages_G = group_advantages(rewards_N[trained_G])
-            for i, advantage in zip(trained_G, advantages_G.tolist()):
+            for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
@@ -116,7 +116,8 @@ def main(args: Args) -> None:
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 sampler_logp_T = micro.cat([response.logprobs for response in micro.rollouts])
-                tis_T = (micro.old_logp_T - sampler_logp_T).exp().clamp(max=args.tis_cap)
+                unlike_T = (micro.old_logp_T - sampler_logp_T).where(micro.mask_T > 0, 0)  # 0: a tool's token
+                tis_T = unlike_T.exp().clamp(max=args.tis_cap)
                 loss_T = -tis_T * torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference

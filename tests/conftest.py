@@ -23,6 +23,7 @@ import torch
 
 import common
 import engine.policy
+from engine import options
 from engine.policy import Policy, Rollout
 
 torch.set_num_threads(1)
@@ -70,6 +71,34 @@ def run_toy(module, out, curves=False, **overrides) -> list[dict]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return read_lines(Path(out) / "metrics.jsonl")
+
+
+@pytest.fixture
+def launch(monkeypatch, capfd):
+    """launch(script, **flags) -> (exit code, output, errors), as from the shell but in this process."""
+    def launched(script="ttrl", **flags):
+        def leave(code):
+            raise SystemExit(code)
+
+        module = importlib.import_module(script)
+        toy = module.TOY if script == "evaluate" else toy_of(module)
+        arguments = [f"--{name}={value}" for name, value in flags.items() if value is not True]
+        arguments += [f"--{name}" for name, value in flags.items() if value is True]
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+        monkeypatch.setattr(options, "leave", leave)
+        monkeypatch.setattr("tools.plot.plot", lambda *folders: None)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        code = 0
+        try:
+            options.launch(module.main, module.Args, toy)
+        except SystemExit as ended:
+            code = ended.code
+        finally:  # the handlers hold the run, and the run holds the lock of its folder
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return code, *capfd.readouterr()
+
+    return launched
 
 
 def read_lines(path) -> list[dict]:

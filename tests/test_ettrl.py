@@ -90,7 +90,9 @@ def test_clip_by_hand():
     (dict(advantage="clip", bound=3.5), ([0.3, 1.5], [1.1]), [3.0, -3.5]),
     (dict(advantage="none"), ([0.3, 1.5], [1.1]), [3.0, -4.0])])
 def test_entropy_advantages(flags, entropies, expected):
-    trained = [SimpleNamespace(entropy=torch.tensor(entropies_T)) for entropies_T in entropies]
+    trained = []
+    for h_T in entropies:
+        trained.append(common.Rollout([1], [2] * len(h_T), None, True, entropy=torch.tensor(h_T)))
     assert close(entropy_advantages(torch.tensor([3.0, -4.0]), trained, Args(**flags)), expected)
 
 

@@ -1,17 +1,15 @@
 """Faulty models, chat templates and run folders, through a script's real start: one sentence each."""
 
-import importlib
 import json
 import math
 import shutil
-import signal
 import sys
 import time
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, run_toy, toy_of
+from conftest import ROOT, SMALL, run_toy
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,34 +18,6 @@ from engine import checkpoint, data, options
 
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
-
-
-@pytest.fixture
-def launch(monkeypatch, capfd):
-    """launch(script, **flags) -> (exit code, output, errors), as from the shell but in this process."""
-    def launched(script="ttrl", **flags):
-        def leave(code):
-            raise SystemExit(code)
-
-        module = importlib.import_module(script)
-        toy = module.TOY if script == "evaluate" else toy_of(module)
-        arguments = [f"--{name}={value}" for name, value in flags.items() if value is not True]
-        arguments += [f"--{name}" for name, value in flags.items() if value is True]
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
-        monkeypatch.setattr(options, "leave", leave)
-        monkeypatch.setattr("tools.plot.plot", lambda *folders: None)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        code = 0
-        try:
-            options.launch(module.main, module.Args, toy)
-        except SystemExit as ended:
-            code = ended.code
-        finally:  # the handlers hold the run, and the run holds the lock of its folder
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        return code, *capfd.readouterr()
-
-    return launched
 
 
 # ---------------------------------------------------- models -----------------------------------------------

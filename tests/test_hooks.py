@@ -1,18 +1,22 @@
 """What forks hang on to: statistics of the scoring pass, masks, another task, state, prompts of their choice,
 and the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
 
+import dataclasses
 import functools
 import json
+import math
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, read_lines, run_toy, spy
+from conftest import ROOT, SMALL, read_lines, run_toy, spy
 from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
 import dynamic_rl
+import ettrl
 import evaluate
 import ttrl
 from common import Problem, Rollout, UserError
@@ -106,6 +110,34 @@ def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
             lengths.append(sum(t % 3 != 1 for t in range(len(response.response_ids))))
     assert seen.metrics[-1]["length"] == pytest.approx(sum(lengths) / len(lengths))
     assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
+
+
+def test_tis_does_not_read_what_a_sampler_says_of_masked_tokens(watch):
+    """NaN there: a tool has no log-probs."""
+    def meddle(run):
+        def no_logprobs(groups, prompts, n, limits=None):
+            for response in sum(groups, []):
+                response.logprobs = response.logprobs.where(response.mask > 0, math.nan)
+
+        mask_some(run)
+        spy(run, "sample", after=no_logprobs)
+
+    line = watch("examples.tis", meddle=meddle).metrics[-1]
+    assert line["skipped_updates"] == 0 and line["grad_norm"] > 0
+    assert line["tis"] == pytest.approx(1, abs=1e-3)
+
+
+def test_masked_tokens_are_in_no_entropy_that_is_rewarded(watch):
+    seen = watch("examples.rent", meddle=mask_some)
+    for group in seen.groups:
+        expected = [-float(r.entropy[r.mask.bool()].mean()) for r in group.responses]
+        assert group.rewards == pytest.approx(expected, abs=1e-6)
+    one = Rollout([1], [2, 3], torch.zeros(2), True, entropy=torch.tensor([0.9, 9.0]))
+    one.mask = torch.tensor([1.0, 0.0])
+    two = Rollout([1], [2], torch.zeros(1), True, entropy=torch.tensor([1.1]))
+    # means of what counts are 0.9 and 1.1, on average 1: Eq. 12 scales by 1.1 and 0.9
+    scaled = ettrl.entropy_advantages(torch.tensor([1.0, -1.0]), [one, two], ettrl.Args(advantage="res"))
+    assert scaled.tolist() == pytest.approx([1.1, -0.9])
 
 
 def test_micro_batch_of_masked_responses_by_hand():
@@ -318,6 +350,68 @@ def its_text(classes):
     return "42"
 
 
+def too_few(rewards):
+    return rewards[1:]
+
+
+def too_many(rewards):
+    return torch.cat([rewards, rewards])
+
+
+def no_return(rewards):
+    return None
+
+
+def a_list(rewards):
+    return rewards.tolist()
+
+
+def a_number(rewards):
+    return rewards.sum()
+
+
+def beyond(run, n, size, prompt):
+    return [0, n]
+
+
+def of_nothing():
+    return None
+
+
+def own_error(text, problem):
+    return text.solution
+
+
+def same_answer_of_nothing(args, build=common.Run):
+    return build(args, same_answer=of_nothing)
+
+
+def read_answer_of_nothing(args, build=common.Run):
+    return build(args, read_answer=of_nothing)
+
+
+def read_answer_fails(args, build=common.Run):
+    return build(args, read_answer=own_error)
+
+
+def tensor_metric(run, extra=None, end_step=common.Run.end_step):
+    end_step(run, dict(mine=torch.ones(1)))
+
+
+def text_metric(run, extra=None, end_step=common.Run.end_step):
+    end_step(run, dict(mine="1"))
+
+
+def tokens_short(run, weight_T, log_tokens=common.Run.log_tokens, **values_T):
+    log_tokens(run, weight_T, mine=weight_T[1:])
+
+
+def no_room(run, prompts, n, sample=common.Run.sample):
+    longer = dataclasses.replace(prompts[0], prompt_ids=prompts[0].prompt_ids * 20)
+    return sample(run, [longer, *prompts[1:]], n)
+
+
+ZIPPED = r"`for i, advantage in zip\(trained_G, advantages_G\.tolist\(\), strict=True\):` failed: "
 BAD = [
     (ttrl, "majority_reward", short,
      r"run\.log_group has rewards \[3\] of torch\.float32, but must have a tensor \[4\] of floats, one per "),
@@ -329,18 +423,39 @@ BAD = [
     (ttrl, "group_advantages", texts, r"run\.minibatches has a response with advantage 'tensor\(0\.\)'"),
     (common, "answer_classes", of_text, r"run\.log_group has classes \['.*, but must have a list of 4, "),
     (common, "answer_classes", nothing, r"the classes that vote are None, but must be a list of whole "),
-    (ttrl, "majority", its_text, r"run\.log_group has the label '42', but must have the class taken as ")]
+    (ttrl, "majority", its_text, r"run\.log_group has the label '42', but must have the class taken as "),
+    (common.Run, "sample", no_room, r"a prompt of \d+ tokens leaves its response none; together they have "),
+    # what Python itself refuses: the innermost line of the script, with its text
+    (ttrl, "group_advantages", too_few, ZIPPED + r"ValueError zip\(\) argument 2 is shorter than arg"),
+    (ttrl, "group_advantages", too_many, ZIPPED + r"ValueError zip\(\) argument 2 is longer than arg"),
+    (ttrl, "group_advantages", no_return, ZIPPED + "AttributeError 'NoneType' object has no .* 'tolist' "),
+    (ttrl, "group_advantages", a_list, ZIPPED + "AttributeError 'list' object has no attribute 'tolist' "),
+    (ttrl, "group_advantages", a_number, ZIPPED + "TypeError 'float' object is not iterable "),
+    (common.Run, "subset", beyond, r"`advantages_G = .*` failed: IndexError index 4 is out of bounds "),
+    (common, "Run", same_answer_of_nothing, r"`.*` failed: TypeError of_nothing\(\) takes 0 positional "),
+    (common, "Run", read_answer_of_nothing, r"`groups = .*` failed: TypeError of_nothing\(\) takes 0 "),
+    (common, "Run", read_answer_fails, "`return text.solution` failed: AttributeError 'str' object has no "),
+    (common.Run, "end_step", tensor_metric, r"`end_step\(.*` failed: TypeError Object of type Tensor is "),
+    (common.Run, "end_step", text_metric, r"`end_step\(.*` failed: TypeError must be real number, not str "),
+    (common.Run, "log_tokens", tokens_short, r"`log_tokens\(.*` failed: RuntimeError The size of tensor a ")]
 
 
 @pytest.mark.parametrize("module, name, function, sentence", BAD, ids=[row[2].__name__ for row in BAD])
 def test_what_a_script_hands_over_wrongly_is_one_sentence(module, name, function, sentence, tmp_path,
-                                                          monkeypatch):
+                                                          monkeypatch, launch):
     monkeypatch.setattr(module, name, function)
-    with pytest.raises(UserError, match=rf"^ttrl\.py, line \d+: {sentence}.*\.$") as error:
-        run_toy(ttrl, tmp_path / "run", **TINY)
-    number = int(str(error.value).split("line ")[1].split(":")[0])
-    line = (ROOT / "ttrl.py").read_text().splitlines()[number - 1]
-    assert "run.log_group(" in line or "run.minibatches(" in line or "majority_reward(" in line
+    code, _, errors = launch(out=tmp_path / "run", **SMALL | TINY)
+    said = errors[errors.index("Error: "):].splitlines()[0]  # behind the progress bar
+    found = re.fullmatch(rf"Error: (ttrl|test_hooks)\.py, line (\d+): {sentence}.*\.", said)
+    assert code == 2 and found and "Traceback" not in errors, errors
+    path = ROOT / f"{'' if found[1] == 'ttrl' else 'tests/'}{found[1]}.py"
+    line = path.read_text().splitlines()[int(found[2]) - 1]
+    if "failed: " in said:
+        assert line.strip() in said
+        assert "Traceback" in next((tmp_path / "run").glob("traceback-*.txt")).read_text()
+    else:
+        calls = ("run.log_group(", "run.minibatches(", "majority_reward(", "run.sample(")
+        assert any(call in line for call in calls)
 
 
 @pytest.mark.parametrize("state", [dict(seen={1, 2}), {1: "x"}, dict(x=torch.ones(1)), dict(pair=(1, 2))])
@@ -374,5 +489,5 @@ def test_an_answer_that_is_no_text_is_one_sentence(tmp_path, monkeypatch):
         return 7
 
     monkeypatch.setattr(common, "Run", functools.partial(common.Run, read_answer=number))
-    with pytest.raises(UserError, match=r"^read_answer, given to common\.Run, must return text or None "):
+    with pytest.raises(UserError, match=r"^number, given to common\.Run as read_answer, must return text "):
         run_toy(ttrl, tmp_path / "run", **TINY)

@@ -166,7 +166,8 @@ LINES = {
     "examples.tis": """
         - loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
         + sampler_logp_T = micro.cat([response.logprobs for response in micro.rollouts])
-        + tis_T = (micro.old_logp_T - sampler_logp_T).exp().clamp(max=args.tis_cap)
+        + unlike_T = (micro.old_logp_T - sampler_logp_T).where(micro.mask_T > 0, 0)  # 0: a tool's token
+        + tis_T = unlike_T.exp().clamp(max=args.tis_cap)
         + loss_T = -tis_T * torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
         - clip_fraction=ratio_T != clipped_T)
         + clip_fraction=ratio_T != clipped_T, tis=tis_T)""",

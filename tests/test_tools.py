@@ -50,7 +50,10 @@ def test_half_written_and_foreign_lines_are_skipped(tmp_path):
 
 def test_plot_draws_the_chosen_panels_of_a_cut_off_run(tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr(plot, "draw_panel", lambda axis, title, panel, order: titles.append((title, panel)))
+    def keep(axis, title, panel, order, behind):
+        titles.append((title, panel))
+
+    monkeypatch.setattr(plot, "draw_panel", keep)
     folder = make_run(tmp_path / "run", LINES)
     plot.plot([folder], tmp_path / "new/out.png")
     assert (tmp_path / "new/out.png").stat().st_size > 1000
@@ -79,6 +82,16 @@ def test_seeds_are_one_line_and_share_their_steps(tmp_path):
     pyplot.close()
 
 
+def test_one_stands_behind_all_others(tmp_path):
+    curves = [("length", {"a": [{1: 1.0}], "b": [{1: 2.0}], "c": [{1: 3.0}]}), ("entropy", {"c": [{1: 4.0}]})]
+    single = plot.one_by_one(curves, ["a", "b", "c"], "b")
+    assert single == [("a\nlength", {"b": [{1: 2.0}], "a": [{1: 1.0}]}),
+                      ("c\nlength", {"b": [{1: 2.0}], "c": [{1: 3.0}]}), ("c\nentropy", {"c": [{1: 4.0}]})]
+    runs = [make_run(tmp_path / name, LINES) for name in ("a", "b")]
+    plot.plot(runs, tmp_path / "out.png", panels=["entropy"], behind="a")
+    assert (tmp_path / "out.png").stat().st_size > 5000
+
+
 def test_largest_k_is_one_that_all_runs_have():
     two = {"eval/b/pass@1": 0, "eval/b/pass@2": 0}
     four = {"eval/c/pass@1": 0, "eval/b/pass@2": 0, "eval/b/pass@4": 0}
@@ -94,7 +107,8 @@ def test_bad_input_of_plot_is_one_sentence(tmp_path, monkeypatch, capsys):
         with pytest.raises(UserError, match=words):
             plot.plot(folders, tmp_path / "out.png")
     for options, words in [(dict(benchmark="aime"), "evaluated on toy, other"),
-                           (dict(panels=["loss"]), "'loss'")]:
+                           (dict(panels=["loss"]), "'loss'"),
+                           (dict(panels=["entropy"], behind="b"), "--behind is 'b', but must be of run")]:
         with pytest.raises(UserError, match=words):
             plot.plot([run], tmp_path / "out.png", **options)
     with pytest.raises(UserError, match="must end in one of"):

@@ -269,7 +269,9 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
     for title, of_name in jobs.items():
         folders[title] = [job.folder for job in of_name]
     text = table(folders, REAL_ROWS if name == "smollm2" else ROWS)
-    plot.plot([folder for seeds in folders.values() for folder in seeds], out / f"{name}.png")
+    # too many for one panel
+    few = dict(behind="TTRL", panels=["pass@1", "pass@k"]) if name == "examples" else {}
+    plot.plot([folder for seeds in folders.values() for folder in seeds], out / f"{name}.png", **few)
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     return text
 

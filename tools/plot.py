@@ -2,6 +2,7 @@
 
     python -m tools.plot runs/a runs/b -o both.png
     python -m tools.plot runs/compare/*-seed* --benchmark toy_test --panels pass@1,pass@k,entropy -o three.png
+    python -m tools.plot runs/examples/*-seed* --behind TTRL --panels pass@1,pass@k -o examples.png
 
 Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are drawn as one line, their mean,
 with a band from the lowest to the highest. Panels without data are left out, so the same command serves the
@@ -152,7 +153,19 @@ def values_of(panel: dict[str, list[dict[int, float]]]) -> list[float]:
     return values
 
 
-def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order: list[str]) -> None:
+def one_by_one(curves: list[tuple[str, dict]], names: list[str], behind: str) -> list[tuple[str, dict]]:
+    """Every panel once for each name, beside the one that stands behind all. Raises UserError without it."""
+    if behind not in names:
+        raise UserError(f"--behind is '{behind}', but must be of {', '.join(names)}.")
+    single = []
+    for (title, panel), name in itertools.product(curves, names):
+        if name != behind and name in panel:
+            single.append((f"{name}\n{title}", {n: panel[n] for n in (behind, name) if n in panel}))
+    return single
+
+
+def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order: list[str],
+               behind: str = "") -> None:
     """One line per name that the panel has: the mean over its seeds, at the steps that all have."""
     for i, name in enumerate(order):
         seeds = panel.get(name, [])
@@ -164,6 +177,8 @@ def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order
             columns.append([seed[step] for seed in seeds])
         mean = [sum(column) / len(column) for column in columns]
         colour, style = COLOURS[i % 8], STYLES[(i + i // 8) % 8]  # 64 pairs
+        if behind:
+            colour, style = ("#888888", "--") if name == behind else (COLOURS[0], "-")
         axis.plot(steps, mean, color=colour, linestyle=style, label=name, linewidth=1.6,
                   marker="." if len(steps) < 10 else None)
         if len(seeds) > 1:
@@ -172,15 +187,17 @@ def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order
     values = values_of(panel)
     if min(values) >= 0 and max(values) <= 1 and "entropy" not in title:
         axis.set_ylim(0, 1.02)
-    axis.set_title(title, fontsize=10)
+    axis.set_title(title, fontsize=8 if behind else 10)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=8)
     axis.locator_params(axis="x", integer=True)
 
 
-def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] | None = None) -> None:
-    """Draw these runs into a file. Raises UserError if there is nothing to draw, OSError if the file cannot
-    be written."""
+def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] | None = None,
+         behind: str = "") -> None:
+    """Draw these runs into a file; a panel for each of them, if one is to stand behind all others.
+
+    Raises UserError if there is nothing to draw, OSError if the file cannot be written."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -202,22 +219,24 @@ def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] 
             curves.append((title, panel))
     if not curves:
         raise UserError("the runs hold none of the metrics to draw; --panels chooses others.")
-    rows = math.ceil(len(curves) / COLUMNS)
-    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4 * COLUMNS, 2.7 * rows), squeeze=False)
+    curves = one_by_one(curves, list(runs), behind) if behind else curves
+    columns, width, height = (5, 2, 1.6) if behind else (COLUMNS, 4, 2.7)  # inches
+    rows = math.ceil(len(curves) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
     for axis in axes.flat[len(curves):]:
         axis.axis("off")
     handles = {}
     for axis, (title, panel) in zip(axes.flat, curves):
-        draw_panel(axis, title, panel, list(runs))
+        draw_panel(axis, title, panel, list(runs), behind)
         for handle, name in zip(*axis.get_legend_handles_labels()):
             handles.setdefault(name, handle)
-    for axis in axes.flat[max(0, len(curves) - COLUMNS):len(curves)]:  # the lowest panel of every column
+    for axis in axes.flat[max(0, len(curves) - columns):len(curves)]:  # the lowest panel of every column
         axis.set_xlabel("step", fontsize=9)
-    names = [name for name in runs if name in handles]
+    names = [behind] if behind else [name for name in runs if name in handles]
     lines = [handles[name] for name in names]
     figure.legend(lines, names, loc="lower center", ncol=4, fontsize=9, frameon=False)
     legend_rows = math.ceil(len(names) / 4)
-    figure.tight_layout(rect=(0, min(0.5, legend_rows * 0.3 / (2.7 * rows)), 1, 1))
+    figure.tight_layout(rect=(0, min(0.5, legend_rows * 0.3 / (height * rows)), 1, 1))
     kinds = figure.canvas.get_supported_filetypes()
     try:
         if Path(out).suffix.removeprefix(".") not in kinds:
@@ -235,10 +254,11 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, default=Path("curves.png"))
     parser.add_argument("--benchmark", default="", help="whose pass@k to draw; default: the first of the run")
     parser.add_argument("--panels", default="", help="draw only these, for example pass@1,pass@k,entropy")
+    parser.add_argument("--behind", default="", help="a panel for every other run, with this one in grey")
     options = parser.parse_args()
     panels = [name.strip() for name in options.panels.split(",") if name.strip()]
     try:
-        plot(options.runs, options.out, options.benchmark, panels)
+        plot(options.runs, options.out, options.benchmark, panels, options.behind)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS
+from jinja2 import UndefinedError
 from test_report import browse, in_a_browser
 
 pytest.importorskip("latex2mathml", reason="optional: no latex2mathml")
@@ -47,6 +48,25 @@ def test_every_hunk_needs_a_reason(monkeypatch):
         pages.hunks("scrl", reasons | {"nonsense": "why"})
 
 
+def test_no_tex_is_left_out_or_printed_raw(monkeypatch):
+    """What the converter does not know it prints, backslash and all; what no block shows nobody sees."""
+    for name in NAMES:
+        text = (SITE / f"{name}.html").read_text(encoding="utf-8")
+        formulas = re.findall(r"<math.*?</math>", text, re.DOTALL)
+        assert (formulas or name == "index") and not any("\\" in formula for formula in formulas), name
+        assert "\n| " not in re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL), name  # raw Markdown
+    own = pages.content("scrl")
+    with pytest.raises(ValueError, match="names no code: .*Eq. 99"):
+        pages.equations("scrl", own | dict(tex=own["tex"] | {"Eq. 99": ["x"]}))
+
+
+def test_a_new_function_needs_an_equation_or_a_reason(monkeypatch):
+    content = pages.content
+    monkeypatch.setattr(pages, "content", lambda name: dict(content(name), helpers={}))
+    with pytest.raises(UndefinedError):
+        pages.build()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere_and_nothing_is_loaded(name):
     text = (SITE / f"{name}.html").read_text(encoding="utf-8")
@@ -56,8 +76,9 @@ def test_links_lead_somewhere_and_nothing_is_loaded(name):
         path, _, place = html.unescape(target).partition("#")
         if path.startswith("https://arxiv.org/"):
             continue
-        linked = SITE / path
+        linked = SITE / (path or f"{name}.html")
         assert linked.is_file(), target
+        assert path or f'id="{place}"' in text, target
         if path.endswith(".py") and place:
             assert int(place.removeprefix("L")) <= len(linked.read_text().splitlines())
 

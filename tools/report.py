@@ -52,6 +52,12 @@ def errors_in_a_sentence(out: Path | None):
 
 
 # -------------------------------------------------- votes --------------------------------------------------
+def about_run(folder: Path) -> dict:
+    """A run's run.json, {} if there is none."""
+    path = folder / "run.json"
+    return json_object(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+
+
 def read_samples(folder: Path) -> tuple[list[dict], int]:
     """(records with votes or questions, number of other lines) of a run's samples.jsonl.
 
@@ -138,7 +144,7 @@ def describe_run(folder: Path) -> dict:
     files = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
     if not any(path.is_file() for path in files):
         raise UserError(f"'{folder}' holds no run: it has no run.json; give the folder of a run.")
-    about = json_object(files[0].read_text(encoding="utf-8", errors="replace")) if files[0].is_file() else {}
+    about = about_run(folder)
     script, args = str(about.get("script", "")), about.get("args") or {}
     metrics, (records, others) = plot.read_metrics(folder), read_samples(folder)
     logged = sorted({record["step"] for record in records})
@@ -148,7 +154,7 @@ def describe_run(folder: Path) -> dict:
         for flip in flipped:
             wanted |= {flip["before"]["step"], flip["after"]["step"]}
         steps = [step_of(step, records, script, args) for step in sorted(wanted)]
-    shown = dict(name=folder.resolve().name, flips=flipped, steps=steps)
+    shown = dict(name=folder.resolve().name, script=script, flips=flipped, steps=steps)
     return dict(shown=shown, script=script, args=args, metrics=metrics, logged=len(logged), others=others,
                 finished=(folder / "final").is_dir())
 
@@ -178,7 +184,8 @@ def curves(runs: list[dict]) -> list[dict]:
             found = plot.series(run["metrics"], metric)
             points = [[step, float(f"{value:.5g}")] for step, value in found.items()]
             lines.append(points[::math.ceil(len(points) / SHOWN_POINTS) or 1])
-        if any(len(points) > 1 for points in lines):
+        # RESTRAIN's rewards sum to 0: nothing to see
+        if any(len(points) > 1 and max(abs(value) for _, value in points) > 1e-6 for points in lines):
             panels.append(dict(title=title, metric=metric, lines=lines))
     return panels
 

@@ -100,14 +100,15 @@ class RunFolder:
         self.bar = tqdm(total=total, initial=first_step - 1, desc=script_name(), dynamic_ncols=True)
 
     def _keep_lines(self, name: str, first_step: int) -> list[dict]:
-        path, kept = self.path / name, []
+        path, kept, lines = self.path / name, [], []
         if path.exists() and first_step > 1:
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 record = json_object(line)
                 if isinstance(record.get("step"), int) and record["step"] < first_step:
                     kept.append(record)
+                    lines.append(line + "\n")
         if path.exists():
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+            write_atomically(path, "".join(lines))
         return kept
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

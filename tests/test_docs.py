@@ -127,6 +127,8 @@ def understand_any_model(command: str) -> SimpleNamespace | None:
         files = [word for word in words if word.endswith((".txt", "ttrl.py"))]
         assert all((ROOT / file).is_file() for file in files), command
         return None
+    if program in ("grep", "sed", "printf"):  # test_guide.py runs them
+        return None
     assert program in ("python", "torchrun"), command
     while program == "torchrun" and words[0].startswith("--n"):
         world *= int(words[1])

@@ -74,6 +74,42 @@ def test_statistics_are_those_of_full_logits(plain, watch, monkeypatch):
         assert response.old_logp.shape == response.entropy.shape == response.largest.shape
 
 
+def test_several_passes_over_one_batch(watch):
+    """A second temperature, the initial model's statistic, another prompt; the first pass stays as it is."""
+    keep = []
+
+    def score(run):
+        original = run.policy.score
+
+        def several(responses, into, temperature):
+            original(responses, into, temperature)
+            first = [response.old_logp for response in responses]
+            copies = [dataclasses.replace(r, prompt_ids=r.prompt_ids[1:], old_logp=None) for r in responses]
+            original(responses + copies, into, temperature)
+            original(responses, "cold_logp", 0.5)
+            run.reference.score(responses, "ref_logp", temperature, ref_largest=largest)
+            assert all(response.old_logp is old for response, old in zip(responses, first))
+            keep.extend(zip(responses, copies))
+
+        run.policy.score = several
+
+    seen = watch("ttrl", meddle=score, prompts_per_batch=1, votes=3, train_samples=3)
+    initial, args = model_with(seen, seen.weights["initial"]), seen.args
+    for response, _ in keep:
+        expected = largest(log_softmax_rows(initial, response, args.temperature).detach())
+        assert response.ref_largest.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    model = model_with(seen, seen.weights[1])
+    for response, copy in keep:
+        for scored, name, temperature in [(response, "old_logp", args.temperature), (copy, "old_logp",
+                                          args.temperature), (response, "cold_logp", 0.5)]:
+            rows = log_softmax_rows(model, scored, temperature).detach()
+            expected = rows.gather(-1, torch.tensor(response.response_ids)[:, None]).squeeze(-1)
+            assert getattr(scored, name).tolist() == pytest.approx(expected.tolist(), abs=1e-3)
+        assert not torch.allclose(copy.old_logp, response.old_logp, atol=1e-3)
+        assert not torch.allclose(response.cold_logp, response.old_logp, atol=1e-3)
+    assert len(keep) == 3
+
+
 def test_a_statistic_of_another_shape_is_one_sentence(watch):
     def meddle(run):
         original = run.policy.score

@@ -1,0 +1,110 @@
+"""docs/fork.md, followed: every diff is applied to ttrl.py, and the command behind it shows what it says."""
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL, run_toy
+
+import common
+import ttrl
+from engine.options import parse
+
+GUIDE = (ROOT / "docs/fork.md").read_text()
+# a diff, and the first commands behind it
+STEPS = re.findall(r"^```diff\n(.*?)^```.*?^```bash\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+TINY = SMALL | dict(votes=4, train_samples=4, max_new_tokens=48, checkpoint_every=10)
+
+
+def applied(diff: str, text: str) -> str:
+    """The text with every hunk's old lines replaced by its new ones; each must be there exactly once."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def printed(line: str, folder) -> dict[str, list]:
+    """What a command of the guide prints, {"name": its values}; under Check how a response goes on."""
+    done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+    found = defaultdict(list, Check=re.findall("Check: .*", done.stdout))
+    for name, value in re.findall(r'"(\w+)":([-\d.e]+)', done.stdout):
+        found[name].append(float(value))
+    return found
+
+
+def brief(found):
+    return found["reward"] and all(map(float.__lt__, found["reward"], found["majority_ratio"]))
+
+
+def margin(found):
+    return found["reward"] and all(map(float.__gt__, found["reward"], found["majority_ratio"]))
+
+
+def sure(found):
+    return found["sure"] and 0 < min(found["sure"]) <= max(found["sure"]) < 1
+
+
+def turns(found):
+    return found["Check"] and max(found["logp_diff_max"]) < 1e-3
+
+
+def weighted(found):
+    return set(found["zero_variance"]) == {1}
+
+
+def words(found):
+    return set(found["answered"]) == {1}
+
+
+def unclear(found):
+    counts = found["unclear_so_far"]
+    return len(counts) == 4 and counts == sorted(counts) and counts[3] > counts[1]
+
+
+WORKS = [brief, margin, sure, turns, weighted, words, unclear]  # "It works if", in the order of the page
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """The folder of ttrl.py's own run on the data with weights."""
+    folder = tmp_path_factory.mktemp("ttrl")
+    rows = (ROOT / "toy/train.jsonl").read_text().replace("}", ', "weight": 0}')
+    (folder / "weighted.jsonl").write_text(rows)
+    run_toy(ttrl, folder / "run", **TINY | dict(steps=2, dataset=str(folder / "weighted.jsonl")))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("number, works", enumerate(WORKS))
+def test_the_guide_was_followed(number, works, tmp_path, monkeypatch, unchanged):
+    assert len(STEPS) == len(WORKS) == GUIDE.count("```diff") == GUIDE.count("It works if")
+    diff, commands = STEPS[number]
+    monkeypatch.chdir(tmp_path)
+    Path("toy").symlink_to(ROOT / "toy")
+    Path("my_idea.py").write_text(applied(diff, (ROOT / "ttrl.py").read_text()))
+    spec = importlib.util.spec_from_file_location("my_idea", tmp_path / "my_idea.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_idea", module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    *before, last = commands.splitlines()
+    for line in before:
+        if line.startswith("python my_idea.py "):
+            monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
+            run_toy(module, **dataclasses.asdict(parse(module.Args, common.TOY | TINY)))
+        else:
+            printed(line, tmp_path)
+    assert works(printed(last, tmp_path)), last
+    folder = Path(re.search(r"runs/\w+", last)[0])
+    shutil.rmtree(folder)
+    shutil.copytree(unchanged, folder)
+    assert not works(printed(last, tmp_path))  # of ttrl.py without the diff

@@ -363,6 +363,15 @@ def test_report_says_what_is_missing(tmp_path):
     assert "NaN" not in page and "Infinity" not in page  # no browser reads them as JSON
 
 
+def test_a_panel_of_zeros_is_left_out(tmp_path):
+    """The mean of RESTRAIN's A+ + A- is 0 but for rounding."""
+    zeros = [dict(step=step, reward=1e-9 * step, entropy=0.5) for step in (1, 2)]
+    run = write_run(tmp_path / "run", [], zeros, script="restrain")
+    assert [panel["metric"] for panel in report.curves([dict(metrics=zeros)])] == ["entropy"]
+    assert "No step" in noted(run)
+    assert "[hidden] { display: none !important; }" in (run / "report.html").read_text()
+
+
 def test_report_shows_dynamic_rls_questions(tmp_path):
     asked = [dict(text="Question: <b>1 + 1?</b>", kept=True, p=0.75, answer="2", rewards=[1.0, 0.5, 0.5],
                   advantage=1.5),
@@ -461,6 +470,7 @@ def test_page_shows_tokens_tree_and_bands(tmp_path):
     report.write_report([run], run / "report.html")
     document, console = browse(run / "report.html", tmp_path, "#step=1")
     assert console == [] and "Most novel of the majority" in document
+    assert "Number 1 shows its last tokens, too" in document and "Grey: voted, but not drawn" in document
     assert "negative: rare, 1 of 3, and unsure: entropy 0.25, mean 0.25" in document
     assert re.findall(r'title="0.90 nats" style="background: [^"]+">&lt;b&gt;so<', document)
     assert "number 1: 7" in document and "at token 2 of 9: " in document

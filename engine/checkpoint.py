@@ -41,10 +41,11 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
+def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None,
+         run: str = "") -> None:
     """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
 
-    script: the script's own state, kept as it is on rank 0.
+    script: the script's own state, kept as it is on rank 0. run: the name that run.json gives this run.
     Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
     rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
@@ -83,7 +84,7 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     def publish() -> None:
         if rank == 0:
-            state = dict(step=step, files=sums, script=script or {})
+            state = dict(step=step, run=run, files=sums, script=script or {})
             write_atomically(partial / "state.json", json.dumps(state))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -110,16 +111,18 @@ def reason_of(error: BaseException) -> str:
     return first_line(error)
 
 
-def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
+def restore(run_folder: Path, policy, optimizer, say=print, run: str = "") -> tuple[int, dict]:
     """Load the newest checkpoint that is complete and undamaged.
 
-    Its step and the script's own state, the same on all ranks; (0, {}) if there is none."""
+    Its step and the script's own state, the same on all ranks; (0, {}) if there is none. Raises UserError if
+    it is of another run or model. (An older version's names no run.)"""
     rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
-        step, script, error = 0, {}, None
+        step, script, error, of = 0, {}, None, run
         try:
             state = json.loads((folder / "state.json").read_text())
             step, script = int(folder.name[5:]), dict(state.get("script", {}))
+            of = state.get("run") or run
             files = {f.name for f in folder.glob("*.safetensors") if f.is_file()}
             if state["step"] != step or state["files"].keys() != files:
                 raise ValueError("state.json tells of another step or other files")
@@ -133,6 +136,8 @@ def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
         if error := next((e for e in gather(error) if e), None):
             say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
             continue
+        if of != run:
+            raise UserError(f"{folder} is a checkpoint of another run; remove it.")
         try:
             dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
         except (Exception, CheckpointException) as e:

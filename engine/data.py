@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -137,7 +138,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
             raise UserError(f"{where} has no column '{missing[0]}' (columns: {', '.join(row)}).")
         text = _user_turn(row[question])
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{where}: column '{question}' holds no text.")
+            raise UserError(f"{where}: column '{question}' holds no text (and no chat with one user turn).")
         gold, choices, right = row.get(answer) if answer else None, [], None
         if GPQA[1] in needed:
             choices, right = [row[column] for column in GPQA], 0
@@ -184,11 +185,11 @@ def _first(names: list[str], columns: dict[str, str]) -> str:
 
 
 def _user_turn(value):
-    """The first user turn of a chat; any other value as it is."""
+    """The only user turn of a chat; any other value as it is."""
     if not isinstance(value, list):
         return value
     turns = [turn for turn in value if isinstance(turn, dict) and turn.get("role", "user") == "user"]
-    return turns[0].get("content") if turns else None
+    return turns[0].get("content") if len(turns) == 1 else None
 
 
 def _gold(value, exact: bool = False) -> str | None:
@@ -263,14 +264,21 @@ def _read_json(path: Path, lines: bool):
     values = []
     for number, part in enumerate(text.split("\n") if lines else [text]):  # splitlines(): also at U+2028
         try:
-            values += [json.loads(part)] if part.strip() else []
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number + error.lineno} is not valid JSON: {error.msg}.") from None
+            values += [json.loads(part, object_pairs_hook=_row)] if part.strip() else []
+        except ValueError as error:
+            line, reason = number + getattr(error, "lineno", 1), getattr(error, "msg", error)
+            raise UserError(f"{path}, line {line} is not valid JSON: {reason}.") from None
     if lines or not values:
         return values
     if isinstance(values[0], dict):  # {"data": [...]}
         return next((value for value in values[0].values() if isinstance(value, list)), None)
     return values[0]
+
+
+def _row(pairs: list[tuple]) -> dict:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("an object has two keys of the same name")
+    return dict(pairs)
 
 
 def _reason(error: Exception) -> str:
@@ -407,6 +415,9 @@ def _at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
+_slow = [0.0]  # seconds of processor time, of those calls of templates that took above 0.1
+
+
 def _chat(tokenizer, user: str, system: str = "") -> str:
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user})
@@ -414,7 +425,10 @@ def _chat(tokenizer, user: str, system: str = "") -> str:
 
 
 def _apply(tokenizer, turns: list[dict]) -> str:
+    began = time.process_time()
     try:
+        if _slow[0] > 60:
+            raise TimeoutError("it takes more than a minute for all prompts together")
         with _at_most(10):
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         if not all(turn["content"].strip() in text for turn in turns if turn["role"] == "user"):
@@ -423,6 +437,9 @@ def _apply(tokenizer, turns: list[dict]) -> str:
     except Exception as error:
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({_reason(error)}); mend it or "
                         f"give --prompt plain.") from None
+    finally:
+        took = time.process_time() - began
+        _slow[0] += took if took > 0.1 else 0.0
 
 
 def show_prompt(tokenizer, prompt_ids: list[int]) -> str:

@@ -121,7 +121,7 @@ def parse_resumed(args_class: type, args, description: str):
               "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
         if name not in ("resume", "out", "trust_remote_code") and value != known.get(name):
-            if name in ("model", "dataset"):
+            if name in ("model", "dataset", "seed", "prompt", "question_field", "answer_field"):
                 raise UserError(f"--{name} is {value!r}, but the run in {args.out} has {known.get(name)!r}; "
                                 "start a new run.")
             if int(os.environ.get("RANK", 0)) == 0:

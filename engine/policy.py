@@ -254,16 +254,6 @@ class Policy:
         self.head = head(self.model).train(trainable)
         self.head.requires_grad_(trainable)
         self._shard(offload)
-        self._check_finite(model)
-
-    def _check_finite(self, model: str) -> None:
-        """Raises UserError, on all ranks, if a weight is NaN or infinite; each rank looks at its shards."""
-        bad = []
-        for name, parameter in self.model.named_parameters():
-            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            bad += [] if shard.isfinite().all() else [name]
-        if bad := sum(gather(bad), []):
-            raise UserError(f"--model is '{model}', but {bad[0]} holds NaN or infinite values.")
 
     def _shard(self, offload: bool) -> None:
         """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Until a group
@@ -409,7 +399,8 @@ class Policy:
 
 # ------------------------------------------------------- loading --------------------------------------------
 def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
-    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
+    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing, NaN or
+    infinite (each rank looks at a share of them), or if the config calls an output layer tied that is not."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
@@ -423,6 +414,16 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
+    rank, ranks = rank_and_ranks()
+    bad = []
+    for name, parameter in list(model.named_parameters())[rank::ranks]:
+        bad += [] if all(end.isfinite() for end in parameter.detach().aminmax()) else [name]
+    if bad := sum(gather(bad), []):
+        raise UserError(f"--model is '{path}', but {bad[0]} holds NaN or infinite values.")
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
+        raise UserError(f"--model is '{path}', whose config ties the output layer to the embeddings, but its "
+                        "weights hold another output layer; mend tie_word_embeddings in config.json.")
     if unused := sorted(info["unexpected_keys"]):
         say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
                  f"among them {', '.join(unused[:3])}; they are left out.")

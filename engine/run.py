@@ -22,7 +22,7 @@ from engine.options import DOING
 from engine.runfolder import RunFolder
 from engine.plan import GIB, OVERHEAD, cpu_sentence, embedder_of, machine, plan_from_args
 from engine.policy import Rollout
-from engine.setup import has_vllm, read_config, read_tokenizer, start_processes
+from engine.setup import has_vllm, identity, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
 
 
@@ -113,7 +113,8 @@ class Plumbing:
         if args.plain:
             self.engine = "plain"
         self._check_plan()
-        self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes())
+        self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes(),
+                                identity(args, self.problems, model_path))
         self.say, self.out = self.folder.say, self.folder.path
         DOING[1] = self.out
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
@@ -220,7 +221,8 @@ class Plumbing:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
         DOING[0] = f"reading {self.out}"
         if self.args.resume:
-            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say)
+            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say,
+                                                  self.folder.name)
             self.first_step = done + 1
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
@@ -362,7 +364,8 @@ class Plumbing:
         self.folder.log(self.step, metrics)
         stop = max(gather(self.stop_signal))
         if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
-            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state)
+            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state,
+                            self.folder.name)
         if stop and not last:
             self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
                      f"--resume --out {self.out}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine import checkpoint
 from engine.base import UserError, gather, seed_of, write_atomically
-from engine.options import script_name
+from engine.options import read_run, script_name
 from engine.setup import bytes_on_disk, describe
 from engine.sizes import GIB
 
@@ -21,8 +21,9 @@ from engine.sizes import GIB
 class RunFolder:
     """Rank 0 writes, the others only take part in the errors."""
 
-    def __init__(self, args, rank: int, ranks: int, device, disk_bytes: int = 0):
-        """disk_bytes: what the run's checkpoints and final model take at most."""
+    def __init__(self, args, rank: int, ranks: int, device, disk_bytes: int, identity: dict):
+        """disk_bytes: what the run's checkpoints and final model take at most. identity: setup.identity's."""
+        self.identity = identity
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
@@ -33,6 +34,7 @@ class RunFolder:
             error = f"--out is '{self.path}', which cannot be written: {e.strerror}."
         if error := gather(error)[0]:
             raise UserError(error)
+        self.name = gather(identity.get("run"))[0]  # which the run's checkpoints bear
 
     def _open(self, ranks: int, device, disk_bytes: int) -> str | None:
         """Lock the folder and write run.json, before anything slow. Returns what is wrong."""
@@ -41,7 +43,8 @@ class RunFolder:
         if self.args.resume and not ours:
             return f"--resume: there is no run in '{out}' to go on with."
         results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json",
-                   "generations.jsonl", "curves.png", "report.html")
+                   "generations.jsonl", "curves.png", "report.html", "final.partial", "run.json.partial",
+                   "initial_votes.jsonl", "tensorboard")
         foreign = [name for name in results if (out / name).exists()]
         if foreign and not ours:
             return (f"--out is '{out}', which holds a {foreign[0]} that no run of ours wrote; "
@@ -60,11 +63,28 @@ class RunFolder:
             # the system lets go of it when this process dies, however it dies
             self.lock = (out / "lock").open("a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_atomically(out / "run.json", json.dumps(describe(self.args, ranks, device), indent=1))
+            if another := self._identify():
+                return f"--resume: the run in '{out}' {another}; start a new run."
+            record = describe(self.args, ranks, device) | dict(identity=self.identity)
+            write_atomically(out / "run.json", json.dumps(record, indent=1))
             self._keep_script(Path(sys.argv[0]), out / "script.py")
         except BlockingIOError:
             return f"--out is '{out}', in which another process is running; give another folder."
         return None
+
+    def _identify(self) -> str:
+        """Name the run, as the one resumed was named. Returns what that one has that this one has not."""
+        before = read_run(self.path).get("identity") if self.args.resume else {}
+        if not isinstance(before, dict):
+            self.say("Warning: this run was begun by an older version: it cannot be checked that --dataset "
+                     "and --model hold what they held then.")
+            before = {}
+        self.identity["run"] = before.get("run") or os.urandom(8).hex()
+        for name, value in self.identity.items():
+            if before.get(name, value) != value:
+                return {"problems": "had other problems (--dataset) or other prompts of them",
+                        "model": "had other weights in --model"}.get(name, f"had another {name}")
+        return ""
 
     def _keep_script(self, script: Path, kept: Path) -> None:
         """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""

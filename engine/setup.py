@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import platform
 import socket
@@ -112,16 +113,26 @@ def read_config(path: str, args):
 
 
 def check_weights(path: str) -> None:
-    """Reads headers only. Raises UserError if weights on this disk are damaged or quantised (fp8, int8)."""
-    for file in sorted(Path(cached_file(path, "config.json")).parent.glob("model*.safetensors")):
+    """Reads headers only. Raises UserError if weights on this disk are damaged or not floats (fp8, int8)."""
+    folder = Path(cached_file(path, "config.json")).parent
+    for file in sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]):
         try:
-            with safe_open(file, "pt") as tensors:
-                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+            kinds = types_in(file)
         except Exception as error:
-            raise UserError(f"--model is '{path}', but {file.name} cannot be read: {error}.") from None
-        if other := kinds - {"F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL"}:  # buffers have those
+            reason = first_line(error)
+            raise UserError(f"--model is '{path}', but {file.name} cannot be read: {reason}.") from None
+        if other := kinds - {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}:
             raise UserError(f"--model is '{path}', which is quantised ({min(other)}); give a causal language "
                             "model in float32, bfloat16 or float16.")
+
+
+def types_in(file: Path) -> set[str]:
+    """Of the tensors called weight: buffers may hold integers."""
+    if file.suffix == ".bin":
+        tensors = torch.load(file, "meta", weights_only=True)
+        return {str(tensors[name].dtype)[6:] for name in tensors if name.endswith("weight")}
+    with safe_open(file, "pt") as tensors:
+        return {tensors.get_slice(name).get_dtype() for name in tensors.keys() if name.endswith("weight")}
 
 
 def read_tokenizer(path: str, config, args):
@@ -130,7 +141,7 @@ def read_tokenizer(path: str, config, args):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except Exception as error:
         raise UserError(f"--model is '{path}', but must be a Hub id or a folder with a model and its "
-                        f"tokenizer: {first_line(error)}") from None
+                        f"tokenizer: {type(error).__name__} {first_line(error)}") from None
     if uses_chat_template(args.prompt) and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
@@ -201,6 +212,23 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
 
 def bytes_on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def identity(args, problems: list, model_path: str) -> dict[str, str]:
+    """What a run must have in common with the one it resumes: {what it is made of: value or digest}.
+
+    Of each file with weights its size and 64 pieces: 60 GB would take minutes to read."""
+    prompts = [(problem.prompt_ids, problem.answer) for problem in problems]
+    folder = Path(cached_file(model_path, "config.json")).parent  # of a Hub id: named by its commit
+    weights = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = file.stat().st_size if Path(model_path).is_dir() else 0  # else it may come only now
+        with file.open("rb") as bytes_of:
+            for start in range(0, size, size // 64 + 1):
+                bytes_of.seek(start)
+                weights.update(f"{file.name} {size}".encode() + bytes_of.read(2**14))
+    return dict(script=script_name(), seed=str(args.seed), model=weights.hexdigest(),
+                problems=hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest())
 
 
 def describe(args, ranks: int, device) -> dict:

@@ -63,6 +63,8 @@ def smollm2_folder() -> str:
     with open(FOLDER.with_name(".smollm2.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if damage := damaged(FOLDER):
+            if FOLDER.exists() and not (FOLDER / "made.json").exists():
+                raise UserError(f"--model smollm2 is made in {FOLDER}, which holds something else; move it.")
             file = gguf_file()
             print(f"{FOLDER}: {damage}, so it is made from the package (half a minute) ...", flush=True)
             partial = FOLDER.with_name(".smollm2.partial")

@@ -49,6 +49,10 @@ def another_shape(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 3)
 
 
+def another_head(tensors):
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+
+
 def renamed(tensors):
     for name in list(tensors):
         tensors["x." + name] = tensors.pop(name)
@@ -76,6 +80,8 @@ BAD_MODELS = {
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "model.safetensors cannot be read: "),
     "fp8": (WEIGHTS, cast_to(torch.float8_e4m3fn), "which is quantised (F8_E4M3); give a causal language "),
     "int8": (WEIGHTS, cast_to(torch.int8), "which is quantised (I8); give a causal language model in "),
+    "int32": (WEIGHTS, cast_to(torch.int32), "which is quantised (I32); give a causal language model in "),
+    "tied, yet another": (WEIGHTS, another_head, "whose config ties the output layer to the embeddings, but"),
     "a tensor is missing": (WEIGHTS, lacks_one, "1 are missing or of another shape, among them model.layers"),
     "another shape": (WEIGHTS, another_shape, "1 are missing or of another shape, among them model.layers.1"),
     "renamed": (WEIGHTS, renamed, "39 are missing or of another shape, among them"),
@@ -129,10 +135,20 @@ def test_evaluate_refuses_what_training_refuses(tmp_path, launch, dtype):
     flags = dict(benchmarks="toy_test", samples=1, max_new_tokens=8, max_prompt_tokens=128)
     flags |= dict(sampler="hf", dtype=dtype)
     for change, words in ((lacks_one, "among them model.layers.1.mlp.up_proj.weight; they would be random."),
-                          (one_nan, "but tokens have the probability NaN: it or the checkpoint holds NaN")):
+                          (one_nan, "but model.norm.weight holds NaN or infinite values.")):
         model = copy_of_the_toy(tmp_path / change.__name__, WEIGHTS, change)
         code, _, errors = launch("evaluate", model=model, out=tmp_path / f"run-{change.__name__}", **flags)
         assert code == 2 and words in errors and "Traceback" not in errors
+
+
+def test_integers_in_an_old_kind_of_file(tmp_path, launch):
+    model = copy_of_the_toy(tmp_path / "model", CONFIG, {})
+    tensors = load_file(model / WEIGHTS)
+    cast_to(torch.int16)(tensors)
+    torch.save(tensors, model / "pytorch_model.bin")
+    (model / WEIGHTS).unlink()
+    code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
+    assert code == 2 and "which is quantised (int16); give a causal language model in float32" in errors
 
 
 def test_a_model_that_computes_nan_is_not_called_another_architecture(tmp_path, launch):
@@ -328,7 +344,8 @@ def test_damaged_folders_resume_or_say_why_not(tmp_path, launch, stopped, fault)
 
 @pytest.mark.parametrize("name", [
     "final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json", "curves.png",
-    "generations.jsonl", "report.html"])
+    "generations.jsonl", "report.html", "final.partial", "run.json.partial", "initial_votes.jsonl",
+    "tensorboard"])
 def test_what_is_somebodys_own_is_not_written_over(tmp_path, launch, name):
     (tmp_path / name).write_text("mine")
     code, _, errors = launch(out=tmp_path, **TINY)
@@ -410,3 +427,74 @@ def test_a_folder_that_trusts_remote_code_runs_none(tmp_path, launch, stopped):
     assert f"{out} was given --trust_remote_code, which is never taken from a folder" in printed
     launch(resume=True, out=out, trust_remote_code=True)
     assert executed.exists()  # it would have
+
+
+def other_problems(out, model, data):
+    data.write_text(data.read_text().replace("cakes", "pears"))
+
+
+def another_gold_answer(out, model, data):
+    data.write_text(data.read_text().replace('"answer": "3"', '"answer": "4"'))
+
+
+def other_weights(out, model, data):
+    tensors = load_file(model / WEIGHTS)
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, model / WEIGHTS, {"format": "pt"})
+
+
+def checkpoint_of_another(out, model, data):
+    state(run="another")(out)
+
+
+def older_version(out, model, data):
+    state(run="")(out)
+    record = json.loads((out / "run.json").read_text())
+    del record["identity"]
+    (out / "run.json").write_text(json.dumps(record))
+    other_problems(out, model, data)
+
+
+RESUMED = {  # fault -> (change, flags, exit code, words)
+    "other problems": (other_problems, {}, 2, "had other problems (--dataset) or other prompts of them; st"),
+    "another gold answer": (another_gold_answer, {}, 2, "had other problems (--dataset)"),
+    "other weights": (other_weights, {}, 2, "had other weights in --model; start a new run."),
+    "another run's checkpoint": (checkpoint_of_another, {}, 2, "step_00000002 is a checkpoint of another"),
+    "seed": (None, dict(seed=2), 2, "--seed is 2, but the run in {out} has 1; start a new run."),
+    "prompt": (None, dict(prompt="suffix"), 2, "--prompt is 'suffix', but the run in {out} has 'system'; s"),
+    "question field": (None, dict(question_field="problem"), 2, "--question_field is 'problem', but the ru"),
+    "answer field": (None, dict(answer_field="problem"), 2, "--answer_field is 'problem', but the run in "),
+    "problems left out": (None, dict(max_prompt_tokens=40), 2, "had other problems (--dataset) or other pr"),
+    "learning rate": (None, dict(lr=0.001), 0, "Resuming with another --lr: 0.001 (was 0.0005)"),
+    "older version": (older_version, {}, 0, "Warning: this run was begun by an older version: it cannot be"),
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """(run folder, model, data set): a stopped run of a model and a data set of the user's own."""
+    folder = tmp_path_factory.mktemp("own")
+    model = copy_of_the_toy(folder / "model", CONFIG, {})
+    rows = [dict(problem=f"Ann has {i} cakes." + " Yes." * 9 * (i == 3), answer=str(i)) for i in range(4)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = TINY | dict(steps=2, checkpoint_every=2, model=str(model), dataset=str(folder / "data.jsonl"))
+    with mock.patch.object(sys, "argv", ["ttrl.py"]):
+        run_toy(ttrl, folder / "run", **flags)
+    return folder
+
+
+@pytest.mark.parametrize("fault", RESUMED)
+def test_a_run_goes_on_only_as_what_it_was(tmp_path, launch, own, fault):
+    """What differs is said before run.json is rewritten; model and data set lie at the paths they lay at."""
+    change, flags, expected, words = RESUMED[fault]
+    data, model, out = own / "data.jsonl", own / "model", tmp_path / "run"
+    text, weights = data.read_text(), (model / WEIGHTS).read_bytes()
+    shutil.copytree(own / "run", out)
+    before = json.loads((out / "run.json").read_text())["args"]["seed"]
+    if change:
+        change(out, model, data)
+    code, printed, errors = launch(resume=True, out=out, steps=3, **flags)
+    data.write_text(text)
+    (model / WEIGHTS).write_bytes(weights)
+    assert code == expected and "Traceback" not in errors
+    assert words.replace("{out}", str(out)) in (errors if code else printed)
+    assert json.loads((out / "run.json").read_text())["args"]["seed"] == before

@@ -117,11 +117,15 @@ def test_half_written_and_damaged_folders_are_made_anew(tmp_path, monkeypatch, c
         if spoil == "weights":
             (tmp_path / "smollm2/model.safetensors").write_text("weighs")
         if spoil == "digests":
-            (tmp_path / "smollm2/made.json").unlink()
+            (tmp_path / "smollm2/made.json").write_text("{")
         assert smollm2.smollm2_folder() == str(tmp_path / "smollm2")
     assert len(made) == 3
     said = capsys.readouterr().out
     assert "there is no complete model here" in said and "model.safetensors is missing or damaged" in said
+    (tmp_path / "smollm2/made.json").unlink()
+    with pytest.raises(UserError, match="smollm2, which holds something else; move it"):
+        smollm2.smollm2_folder()
+    assert (tmp_path / "smollm2/model.safetensors").exists()
 
 
 def test_without_the_package_there_is_one_sentence(tmp_path, monkeypatch):

@@ -121,8 +121,10 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(results=results, by_majority=majorities)
-        common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
-        print("\n".join([table(results), *warnings]))
+        try:
+            common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
+        finally:  # a full disk costs no more than the file
+            print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
     return results
 

@@ -49,8 +49,9 @@ def gather(item) -> list:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's text, with the next if it ends in a colon; its kind if it has none."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 
 @functools.cache

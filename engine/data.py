@@ -224,6 +224,7 @@ def _read(name: str) -> tuple[list[dict], str]:
         else:
             benchmark, rows = BENCHMARKS.get(name, Benchmark(name)), []
             source, hint = benchmark.hub_id, " from the Hub (no network, gated, or no such name?)"
+            hint = " as a folder with a data set (its file is what to name)" if path.is_dir() else hint
             for config in benchmark.configs:
                 rows += _load_dataset(source, config, split=benchmark.split)
     except UserError:

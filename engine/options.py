@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -120,12 +121,13 @@ def parse_resumed(args_class: type, args, description: str):
         print(f"The run in {args.out} was given --trust_remote_code, which is never taken from a folder; "
               "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
-        if name not in ("resume", "out", "trust_remote_code") and value != known.get(name):
+        was = known.get(name, "not in run.json")
+        if name not in ("resume", "out", "trust_remote_code") and value != was:
             if name in ("model", "dataset", "seed", "prompt", "question_field", "answer_field"):
-                raise UserError(f"--{name} is {value!r}, but the run in {args.out} has {known.get(name)!r}; "
+                raise UserError(f"--{name} is {value!r}, but the run in {args.out} has {was!r}; "
                                 "start a new run.")
             if int(os.environ.get("RANK", 0)) == 0:
-                print(f"Resuming with another --{name}: {value} (was {known.get(name)})", flush=True)
+                print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
     return args
 
 
@@ -162,6 +164,7 @@ def launch(main, args_class: type, toy: dict) -> None:
     args = None
     if hasattr(sys.stdout, "reconfigure"):  # a terminal without the letters of a question
         sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)
     try:
         args = parse(args_class, toy)
         if "RANK" in os.environ:
@@ -178,6 +181,28 @@ def launch(main, args_class: type, toy: dict) -> None:
         gather(None)
         dist.destroy_process_group()
         leave(0)
+
+
+class Unread:
+    """A text stream; once nobody reads it (`| head`), what is written goes nowhere and the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def _quietly(self, work, *given):
+        try:
+            return work(*given)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def write(self, text: str):
+        return self._quietly(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._quietly(self.stream.flush)
 
 
 def end_with_parent(parent: int) -> None:
@@ -207,12 +232,14 @@ def out_of_memory(error: Exception) -> str:
 
 
 def unreadable(error: Exception, args) -> str:
-    """What failed while data or a model were read; else empty."""
-    in_folder = isinstance(error, OSError) and DOING[1] and str(DOING[1]) in str(error.filename)
-    if not in_folder and not DOING[0].startswith(("reading", "loading", "starting vLLM")):
+    """What failed while data or a model were read, or a file of the run was written; else empty."""
+    of_disk = isinstance(error, OSError) and (error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+                                              or DOING[1] and str(DOING[1]) in str(error.filename))
+    if not of_disk and not DOING[0].startswith(("reading", "loading", "starting vLLM")):
         return ""
     blamed = f"--model is '{args.model}', but " if DOING[0] in ("loading", "starting vLLM") else ""
-    return blamed + failed(DOING[0], error)
+    doing = f"writing to {DOING[1]}" if of_disk and not DOING[0].startswith("reading") else DOING[0]
+    return blamed + failed(doing, error)
 
 
 def in_script(error: Exception) -> str:
@@ -226,9 +253,12 @@ def in_script(error: Exception) -> str:
 
 
 def failed(what: str, error: Exception) -> str:
-    """One sentence; the traceback goes to a file, of the run if there is one."""
-    log = (DOING[1] or Path(tempfile.gettempdir())) / f"traceback-{os.getpid()}.txt"
-    log.write_text(traceback.format_exc(), encoding="utf-8")
+    """One sentence; the traceback goes to a file, of the run if there is one and its disk takes it."""
+    for folder in filter(None, (DOING[1], tempfile.gettempdir())):
+        log = Path(folder) / f"traceback-{os.getpid()}.txt"
+        with contextlib.suppress(OSError):
+            log.write_text(traceback.format_exc(), encoding="utf-8")
+            break
     return f"{what} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from engine.data import Problem, encode_prompt, known_size, load_problems, show_
 from engine.metrics import mean, step_metrics
 from engine.options import DOING
 from engine.runfolder import RunFolder
-from engine.plan import GIB, OVERHEAD, cpu_sentence, embedder_of, machine, plan_from_args
+from engine.plan import GIB, OVERHEAD, check_host, cpu_sentence, embedder_of, machine, plan_from_args
 from engine.policy import Rollout
 from engine.setup import has_vllm, identity, read_config, read_tokenizer, start_processes
 from engine.sizes import checkpoint_bytes, shape_of
@@ -145,6 +146,8 @@ class Plumbing:
         args, self.plan = self.args, None
         if args.offload != "none" and self.device.type == "cpu":
             raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
+        if self.trains and self.device.type == "cpu":
+            check_host(args, self.config)
         if self.device.type == "cuda":
             problems = len(self.problems) if self.trains else sum(map(len, self.benchmarks.values()))
             self.plan = plan_from_args(args, self.config, *machine(args), self.trains, problems, self.engine,
@@ -177,7 +180,8 @@ class Plumbing:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
         for name, ids in args.own_prompts(self.tokenizer).items():
             if len(ids) > args.max_prompt_tokens:
-                raise UserError(f"{name} has {len(ids)} tokens, more than --max_prompt_tokens; raise it.")
+                raise UserError(f"--question_prompt ({name}) has {len(ids)} tokens, more than "
+                                f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
         self.count_steps()
         DOING[0] = "start-up"
 
@@ -192,8 +196,12 @@ class Plumbing:
         """Problems with their prompts. Overlong ones: left out of training, without one in evaluation."""
         args, quiet = self.args, int(os.environ.get("RANK", 0)) != 0
         DOING[0] = f"reading {name}"
+        flag = "--dataset" if train else "--eval" if self.trains else "--benchmarks"
         fields = (args.question_field, args.answer_field) if train or not self.trains else ("", "")
-        problems = load_problems(name, *fields, quiet=quiet, same_answer=self.same_answer)
+        try:
+            problems = load_problems(name, *fields, quiet=quiet, same_answer=self.same_answer)
+        except UserError as error:
+            raise UserError(f"{flag}: {error}") from None
         for p in problems:
             p.prompt_ids = encode_prompt(self.tokenizer, p.question, args.prompt, args.max_prompt_tokens)
         kept = [p for p in problems if p.prompt_ids]
@@ -276,7 +284,9 @@ class Plumbing:
 
     def finish(self) -> None:
         """Final model, the first and last evaluation side by side, where the time went, curves."""
-        self.folder.save_model(self.policy, self.tokenizer)
+        fall_back = partial(checkpoint.save, self.out, self.total_steps, self.policy, self.optimizer,
+                            self.args.keep, self.state, self.folder.name)
+        self.folder.save_model(self.policy, self.tokenizer, None if self.args.checkpoint_every else fall_back)
         self.folder.finish()
 
     def _on_signal(self, number, frame) -> None:

@@ -50,8 +50,8 @@ class RunFolder:
             return (f"--out is '{out}', which holds a {foreign[0]} that no run of ours wrote; "
                     "give another folder.")
         if ours and not self.args.resume:
-            return (f"--out is '{out}', which already holds a run; give --resume to go on with it, "
-                    "or another folder.")
+            resume = "--resume to go on with it, or " if disk_bytes else ""  # an evaluation takes none
+            return f"--out is '{out}', which already holds a run; give {resume}another folder."
         disk = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
         free = shutil.disk_usage(disk).free + bytes_on_disk(out / "checkpoints")
         if free < disk_bytes:
@@ -108,9 +108,7 @@ class RunFolder:
             return
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
-        for record in self._keep_lines("metrics.jsonl", first_step):
-            numbers = {name: v for name, v in record.items() if isinstance(v, int | float)}
-            self.history.append({name: v for name, v in numbers.items() if abs(v) < 1e300})
+        self.history += map(numbers, self._keep_lines("metrics.jsonl", first_step))
         self._keep_lines("samples.jsonl", first_step)
         if self.args.wandb:
             import wandb
@@ -184,13 +182,17 @@ class RunFolder:
             self.bar.write(f"Warning: {text}")
 
     # -- at the end ----------------------------------------------------------------------------------------
-    def save_model(self, policy, tokenizer) -> None:
-        """final/, in Hugging Face format; the checkpoints stay if it cannot be written."""
+    def save_model(self, policy, tokenizer, fall_back=None) -> None:
+        """final/, in Hugging Face format; if it cannot be written, fall_back() writes a checkpoint."""
+        reason = None
         try:
             policy.save(self.path / "final", tokenizer)
         except Exception as error:  # safetensors has errors of its own
             free = shutil.disk_usage(self.path).free >> 20
             reason = f"{getattr(error, 'strerror', None) or error}; {free} MiB are free on this disk"
+        if reason := next(filter(None, gather(reason)), None):
+            if fall_back:
+                fall_back()
             raise UserError(f"{self.path / 'final'} cannot be written ({reason}); the trained weights are in "
                             f"{checkpoint.newest(self.path)}.") from None
 
@@ -234,6 +236,11 @@ def json_object(line: str) -> dict:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def numbers(record: dict) -> dict:
+    """Those of its entries that are finite numbers which a figure can show."""
+    return {name: v for name, v in record.items() if isinstance(v, int | float) and abs(v) < 1e300}
 
 
 def evaluations(history: list[dict]) -> list[dict]:

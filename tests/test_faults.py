@@ -2,9 +2,14 @@
 
 import json
 import math
+import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine import checkpoint, data, options
+from engine import checkpoint, data, initial_votes, options
 
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
@@ -390,11 +395,67 @@ def test_an_evaluation_without_answers_says_so(tmp_path, launch):
     assert "(100% were cut off). One without an answer ends: " in printed
 
 
-def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch):
-    (tmp_path / "run/initial_votes.jsonl").mkdir(parents=True)
+def test_scores_are_printed_whatever_happens_to_the_file(tmp_path, launch):
+    """A full disk, and a set that has no gold answers beside one that has."""
+    (tmp_path / "a.jsonl").write_text('{"problem": "Ann has 2 cakes. How many?"}')
+    (tmp_path / "results.json.partial").symlink_to("/dev/full")
+    benchmarks = f"toy_test,{tmp_path / 'a.jsonl'}"
+    flags = dict(samples=1, max_new_tokens=2, out=tmp_path)
+    code, printed, errors = launch("evaluate", benchmarks=benchmarks, **flags)
+    assert code == 2 and f"writing to {tmp_path} failed: OSError [Errno 28] No space left on device" in errors
+    assert "Traceback" not in errors and re.search(r"pass@1 +0\.0 \+- 0\.0 *\n", printed)
+    code, _, errors = launch("evaluate", benchmarks="toy_test", **flags)
+    assert code == 2 and f"'{tmp_path}', which already holds a run; give another folder." in errors
+
+
+def test_without_checkpoints_the_trained_weights_are_not_lost(tmp_path, launch, monkeypatch):
+    full = mock.Mock(side_effect=OSError(20, "Not a directory"))
+    monkeypatch.setattr("engine.policy.Policy.save", full)
+    code, _, errors = launch(out=tmp_path / "run", **TINY | dict(steps=1))
+    assert code == 2 and "final cannot be written (Not a directory; " in errors
+    assert "the trained weights are in " in errors and "step_00000001" in errors
+
+
+def test_votes_that_no_memory_holds(tmp_path, launch):
+    flags = dict(votes=65536, prompts_per_batch=128, max_new_tokens=384)
+    code, _, errors = launch(out=tmp_path / "run", **flags)
+    assert code == 2 and "the policy and a step's 8,388,608 responses take up to 208.0 GiB, more " in errors
+    assert not (tmp_path / "run").exists()
+
+
+UNREAD = """
+import sys
+from engine import options
+sys.argv = ["ttrl.py"]
+options.parse = print
+def main(args):
+    for _ in range(999):
+        print("x" * 99)
+        print("x" * 99, file=sys.stderr)
+options.launch(main, None, {})
+open(sys.argv[0] + ".done", "w")
+"""
+
+
+def test_a_pipe_that_is_closed_costs_nothing(tmp_path):
+    """`python ttrl.py 2>&1 | head -1`: the run goes on without a terminal, and ends well."""
+    run = subprocess.Popen([sys.executable, "-c", UNREAD], cwd=tmp_path, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(120) == 0 and (tmp_path / "ttrl.py.done").exists()
+
+
+def test_a_file_of_the_folder_that_cannot_be_written(tmp_path, launch, monkeypatch):
+    def votes_on(run):
+        (run.out / "initial_votes.jsonl").symlink_to("/dev/full")
+        (run.out / f"traceback-{os.getpid()}.txt").mkdir()  # so that this goes elsewhere, too
+        return initial_votes.initial_votes(run)
+
+    monkeypatch.setattr("restrain.initial_votes", votes_on)
     code, _, errors = launch("restrain", out=tmp_path / "run", kappa=1, **TINY)
-    assert code == 2 and f"Is a directory: '{tmp_path}/run/initial_votes.jsonl' (traceback: " in errors
-    assert "Traceback" not in errors
+    assert code == 2 and f"Error: writing to {tmp_path / 'run'} failed: OSError [Errno 28] No space" in errors
+    assert "Traceback" not in errors and Path(errors.split("(traceback: ")[1].split(")")[0]).is_file()
 
 
 def test_ranks_leave_together(monkeypatch):
@@ -454,6 +515,15 @@ def older_version(out, model, data):
     other_problems(out, model, data)
 
 
+def lacks(name):
+    def change(out, model, data):
+        record = json.loads((out / "run.json").read_text())
+        del record["args"][name]
+        (out / "run.json").write_text(json.dumps(record))
+
+    return change
+
+
 RESUMED = {  # fault -> (change, flags, exit code, words)
     "other problems": (other_problems, {}, 2, "had other problems (--dataset) or other prompts of them; st"),
     "another gold answer": (another_gold_answer, {}, 2, "had other problems (--dataset)"),
@@ -465,6 +535,7 @@ RESUMED = {  # fault -> (change, flags, exit code, words)
     "answer field": (None, dict(answer_field="problem"), 2, "--answer_field is 'problem', but the run in "),
     "problems left out": (None, dict(max_prompt_tokens=40), 2, "had other problems (--dataset) or other pr"),
     "learning rate": (None, dict(lr=0.001), 0, "Resuming with another --lr: 0.001 (was 0.0005)"),
+    "no kl_coef": (lacks("kl_coef"), {}, 0, "with another --kl_coef: 0.001 (was not in run.json)"),
     "older version": (older_version, {}, 0, "Warning: this run was begun by an older version: it cannot be"),
 }
 

@@ -437,6 +437,7 @@ class Run(Plumbing):
         samples = args.eval_samples if temperature else 1
         size = max(1, 4096 // samples)  # problems per engine call
 
+        @grading_budget(60)  # slow formulas of all problems together
         def sample_and_grade(mine: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
             graded = []
             for start in trange(0, len(mine), size, desc=name, disable=not progress or self.rank != 0):
@@ -449,8 +450,7 @@ class Run(Plumbing):
                 for p, _ in todo:
                     empty = [Rollout([], [], torch.zeros(0), False) for _ in range(samples)]
                     group = next(sampled) if p.prompt_ids else empty
-                    with grading_budget():
-                        graded.append((grade(p, group), group))
+                    graded.append((grade(p, group), group))
             return graded
 
         return sharded(problems, sample_and_grade, args.tensor_parallel)

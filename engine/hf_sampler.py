@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from transformers import AttentionInterface, DynamicCache
@@ -16,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from engine.base import say_once
 from engine.policy import Request, Rollout, load_model
+from engine.sizes import host_memory, shape_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -138,6 +140,8 @@ class HFSampler:
             self.model = load_model(model, trust_remote_code, dtype).eval()
             if self.shares:
                 self.model.set_attn_implementation("shared_prompt")
+        s = shape_of(self.model.config)
+        self.token_bytes = 2 * s.layers * s.kv_heads * s.head_size * dtype.itemsize  # of keys and values
         self.model.to(device)
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, device=device)
@@ -188,16 +192,24 @@ class HFSampler:
     def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0,
                  top_k: int = 0) -> list[list[Rollout]]:
         """Responses per request. Temperature 0: greedy. Log-probs are of the distribution sampled from."""
-        results = []
-        chunk = []
-        for request in requests:  # chunks of one n, at most max_rows sequences each
-            if chunk and (request.n != chunk[0].n or (len(chunk) + 1) * request.n > self.max_rows):
-                results += self._generate(chunk, temperature, top_p, top_k)
-                chunk = []
-            chunk.append(request)
+        results, chunk, rows = [], [], self._rows(requests)
+        for request in requests:  # chunks of one n, at most so many sequences each
+            for first in range(0, request.n, rows):
+                part = replace(request, n=min(rows, request.n - first), seed=request.seed + first)
+                if chunk and (part.n != chunk[0].n or (len(chunk) + 1) * part.n > rows):
+                    results += self._generate(chunk, temperature, top_p, top_k)
+                    chunk = []
+                chunk.append(part)
         if chunk:
             results += self._generate(chunk, temperature, top_p, top_k)
-        return results
+        responses = itertools.chain.from_iterable(results)
+        return [list(itertools.islice(responses, request.n)) for request in requests]
+
+    def _rows(self, requests: list[Request]) -> int:
+        """Sequences at a time: max_rows; fewer if keys and values would take half of the host's memory."""
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        fit = host_memory() // 2 // (self.token_bytes * longest)
+        return max(1, min(self.max_rows, fit)) if self.device.type == "cpu" else self.max_rows
 
     def _generate(self, requests, temperature, top_p, top_k) -> list[list[Rollout]]:
         """Requests of one n. [all] is all their responses, [rows] those that are still being sampled."""

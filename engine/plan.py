@@ -19,8 +19,8 @@ from engine.embedder import embedder_path
 from engine.setup import first_line, planned_ranks
 from engine.sizes import (
     GIB, MOST_SEQUENCES, Options, Shape, activations, checkpoint_bytes, final_bytes, host_bytes,
-    embedder_bytes, kv_bytes_per_token, kv_room, kv_sequences, resident, sampler_asleep, sampler_awake,
-    scoring_moments, shape_of, total, update_moments)
+    host_memory, embedder_bytes, kv_bytes_per_token, kv_room, kv_sequences, resident, sampler_asleep,
+    sampler_awake, scoring_moments, shape_of, total, update_moments)
 
 # What no tensor accounts for: CUDA context 0.5 GiB, NCCL 0.3 to 1, cuBLAS and what FSDP holds for its other
 # streams, about 2 together; and 5% of a GPU for fragmentation, since micro-batches differ in shape.
@@ -356,6 +356,17 @@ def embedder_of(args) -> Shape | None:
 
 
 # --------------------------------------------------- on a CPU -----------------------------------------------
+def check_host(args, config) -> None:
+    """Raises UserError if policy and Adam (16 bytes a weight) and a step's responses (Python's integers and
+    four log-probs a token) take more than half of this machine's memory; the rest is the KV cache's."""
+    responses, host = args.prompts_per_batch * args.responses_per_prompt(), host_memory()
+    needed = 16 * shape_of(config).weights + responses * (2048 + 64 * args.max_new_tokens)
+    if needed > host / 2:
+        raise UserError(f"the policy and a step's {responses:,} responses take up to {gib(needed)} GiB, more "
+                        f"than half of this machine's {gib(host)}; give smaller --votes, --prompts_per_batch "
+                        "or --max_new_tokens, or a smaller --model.")
+
+
 def cpu_sentence(args, config, threads: int) -> str:
     """What a step of this size means for a CPU; empty if it is not much more than the toy's."""
     s, length = shape_of(config), args.max_prompt_tokens + args.max_new_tokens

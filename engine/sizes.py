@@ -9,6 +9,7 @@ with padded rows, of which CUDA's variable-length kernel needs none."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 GIB = 2 ** 30
@@ -253,6 +254,11 @@ def checkpoint_bytes(s: Shape) -> int:
 def final_bytes(s: Shape, o: Options) -> int:
     """On disk: the final model, in the compute type."""
     return o.c * s.weights
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_bytes(s: Shape, o: Options) -> int:

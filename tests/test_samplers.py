@@ -102,6 +102,24 @@ def test_a_response_does_not_depend_on_its_neighbours(sampler):
     assert ids(alone) == ids(sampler.generate(requests(n=2), 1.0))
 
 
+def test_hf_splits_what_memory_does_not_hold(monkeypatch):
+    """Many responses to one prompt: as many at a time as keys and values fit; each is what it was."""
+    hf, sizes = HFSampler(TOY, STOP, CPU, torch.float32), []
+    expected = ids(hf.generate(requests(n=7), 1.0))
+    original = hf._generate
+
+    def generate(chunk, *options):
+        sizes.append(sum(request.n for request in chunk))
+        return original(chunk, *options)
+
+    monkeypatch.setattr(hf, "_generate", generate)
+    longest = 64 + max(len(prompt) for prompt in PROMPTS)
+    config = hf.model.config
+    kept = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * longest
+    monkeypatch.setattr(hf_sampler, "host_memory", lambda: 2 * 3 * kept)  # half of it: three sequences
+    assert ids(hf.generate(requests(n=7), 1.0)) == expected and max(sizes) == 3 and sum(sizes) == 28
+
+
 def test_requests_of_one_call_may_differ(sampler):
     """In the number of responses and in their limits; every request gets its own, in order."""
     mixed = [

@@ -204,6 +204,10 @@ def test_explain_bad_input_is_one_sentence(tool, toy_run, tmp_path):
     one_sentence(tool(explain, "--from", tmp_path / "none"), "--from", "none")
     one_sentence(tool(explain, "--from", toy_run, "--step", 99), "--step is 99", "1 to 4")
     one_sentence(tool(explain, "--n", 1), "--n is 1", "at least 2")
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"problem": "Ann has 2 cakes."}\n{"problem": "Ann has 3 cakes."}')
+    code, printed, _ = tool(explain, "--dataset", few, "--n", 2, "--embedder", "")
+    assert code == 0 and "Problem: Ann has " in printed
     none = tmp_path / "none" / "page.html"
     unwritten = tool(explain, "--from", toy_run, "--embedder", "", "--html", none)
     one_sentence(unwritten, "page.html", "cannot be written")
@@ -352,7 +356,7 @@ def test_report_says_what_is_missing(tmp_path):
     assert noted(half) == ""
     old = dict(step=1, problem="q", gold="7", response="text", answer="7", advantage=1.0, finished=True)
     said = noted(write_run(tmp_path / "old", [old, old]))
-    assert "2 lines of samples.jsonl are of an older version" in said
+    assert "2 lines of samples.jsonl are damaged or of an older version" in said
     (tmp_path / "old" / "run.json").unlink()
     assert "older version" in noted(tmp_path / "old")
     odd = response("a", "7", 0, reward=float("nan"), advantage=None, entropy=float("inf"), trained=False)
@@ -370,6 +374,24 @@ def test_a_panel_of_zeros_is_left_out(tmp_path):
     assert [panel["metric"] for panel in report.curves([dict(metrics=zeros)])] == ["entropy"]
     assert "No step" in noted(run)
     assert "[hidden] { display: none !important; }" in (run / "report.html").read_text()
+
+
+DAMAGED = dict(gold=[1], equal=5, label=[1], negatives=5, responses=[dict(text=5, answer="1")])
+DAMAGED["equal "] = [0]  # one for each response, and one for gold, are missing
+
+
+@pytest.mark.parametrize("field", DAMAGED)
+def test_damaged_votes_are_counted(tool, tmp_path, field):
+    whole = logged(1, [response("a", "7", 0), response("b", "6", 1)])
+    run = write_run(tmp_path / "run", [whole, whole | {field.strip(): DAMAGED[field]}], [dict(step=1)])
+    assert "1 lines of samples.jsonl are damaged" in noted(run)
+    assert tool(explain, "--from", run, "--embedder", "")[0] == 0
+
+
+def test_damaged_questions_are_counted(tmp_path):
+    asked = dict(step=1, questions=[dict(rewards=[0, "a", 1])] * 2)
+    lines = [dict(step=1, questions=[dict(rewards=5)]), asked]
+    assert "2 lines" in noted(write_run(tmp_path / "run", lines, [dict(step=1)]))
 
 
 def test_report_shows_dynamic_rls_questions(tmp_path):

@@ -37,12 +37,14 @@ LINES = ['{"step": 0, "eval/toy/pass@1": 0.25, "eval/toy/pass@4": 0.5, "eval/oth
          '{"step": 2, "entropy": NaN, "length": null}',
          '{"step": 3, "entropy": 1.5, "label_coverage": 0.5, "eval/toy/pass@1": 0.75}',
          '{"step": 3, "negative_coverage": 0}',
+         '{"step": 5, "entropy": ' + "9" * 400 + "}", '{"step": 1' + "0" * 400 + "}",
+         '{"step": 6, "length": "x"}',
          '{"step": 4, "entr']  # a killed run leaves its last line half-written
 
 
 def test_half_written_and_foreign_lines_are_skipped(tmp_path):
     lines = plot.read_metrics(make_run(tmp_path / "run", LINES))
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 5, 6]
     assert plot.series(lines, "entropy") == {1: 0.5, 3: 1.5}  # NaN is left out
     assert plot.series(lines, "entropy", smooth=2) == {1: 0.5, 3: 1.0}
     assert plot.series(lines, "length") == {}
@@ -165,6 +167,10 @@ def test_bad_input_of_compare_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert code == 2 and sentence == "Error: --workers is 0, but must be at least 1."
     code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--out", __file__)
     assert code == 2 and sentence == f"Error: --out is '{__file__}', but must be a folder."
+    code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--out", f"{__file__}/x")
+    assert code == 2 and sentence.startswith("Error: [Errno 20] Not a directory: ")
+    with pytest.raises(UserError, match="--seeds has -1, but must have whole numbers from 0 on"):
+        compare.compare("main", [1, -1], 1, 1, tmp_path)
     with pytest.raises(UserError, match="--steps is 0"):
         compare.compare("main", [1], 0, 1, tmp_path)
 

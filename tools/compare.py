@@ -261,6 +261,8 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
     for flag, value in {"--workers": workers, "--steps": steps}.items():
         if value < 1:
             raise UserError(f"{flag} is {value}, but must be at least 1.")
+    if min(seeds) < 0:
+        raise UserError(f"--seeds has {min(seeds)}, but must have whole numbers from 0 on.")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out is '{out}', but must be a folder.")
     jobs = jobs_of(SETS[name], list(dict.fromkeys(seeds)), steps, out.resolve())
@@ -292,7 +294,7 @@ def main() -> None:
         signal.signal(number, leave)
     try:
         print(compare(options.set, options.seeds, options.steps, options.workers, options.out))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"Figure: {options.out / options.set}.png")

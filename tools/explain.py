@@ -125,7 +125,8 @@ def as_text(vote: Vote) -> str:
 def sample_votes(model: str, dataset: str, n: int, seed: int) -> list[Vote]:
     """Three problems that differ, of the first 48: see pick."""
     options = dict(common.TOY) if not model else dict(model=model)
-    options |= dict(dataset=dataset, eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n)
+    options |= dict(dataset=dataset, eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n,
+                    prompts_per_batch=1, num_minibatches=1)
     with tempfile.TemporaryDirectory() as folder:
         run = common.Run(common.Args(**options, out=str(Path(folder) / "run")))
         run.sampler.load(run.policy.named_tensors(run.dtype))
@@ -154,9 +155,10 @@ def logged_votes(folder: Path, step: int) -> list[Vote]:
     votes = []
     for record in records:
         if record["step"] == step:
-            problem = common.Problem(record["problem"], record["gold"])
+            problem = common.Problem(str(record.get("problem")), record.get("gold"))
             entropies = [row.get("entropy") for row in record["responses"]]  # None: not scored
-            responses = [SimpleNamespace(**row) for row in record["responses"]]
+            rows = [dict(text="", answer=None) | row for row in record["responses"]]
+            responses = [SimpleNamespace(**row) for row in rows]
             known = [] if None in entropies else entropies
             votes.append(Vote(problem, responses, known, record.get("cut", True)))  # older: nobody knows
     if not votes:

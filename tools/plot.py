@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from engine.base import UserError
-from engine.runfolder import json_object
+from engine.runfolder import json_object, numbers
 
 # Panel -> title. pass@1, pass@k and maj@k are of one benchmark, with the largest k that all its runs have;
 # the others are metrics of docs/metrics.md.
@@ -61,8 +61,9 @@ def read_lines(folder: Path, name: str) -> list[dict]:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl that have a step, [] if there are none."""
-    return [line for line in read_lines(folder, "metrics.jsonl") if isinstance(line.get("step"), int)]
+    """The numbers in the lines of a run's metrics.jsonl that have a step, [] if there are none."""
+    lines = map(numbers, read_lines(folder, "metrics.jsonl"))
+    return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def read_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:

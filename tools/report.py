@@ -61,12 +61,17 @@ def about_run(folder: Path) -> dict:
 def read_samples(folder: Path) -> tuple[list[dict], int]:
     """(records with votes or questions, number of other lines) of a run's samples.jsonl.
 
-    The others are of an older version, which logged single responses."""
+    The others are damaged or of an older version, which logged single responses."""
     records, lines = [], plot.read_lines(folder, "samples.jsonl")
     for record in lines:
         rows = record.get("responses") or record.get("questions")
-        readable = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-        if readable and isinstance(record.get("step"), int):
+        try:
+            alike(rows) if rows is record.get("questions") else majority_of(record)
+            text = all(isinstance(row.get("text", ""), str) for row in rows)
+            whole = text and isinstance(record.get("gold"), str | None)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+            whole = False
+        if whole and isinstance(record.get("step"), int):
             records.append(record)
     return records, len(lines) - len(records)
 

@@ -180,7 +180,7 @@ class Plumbing:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
         for name, ids in args.own_prompts(self.tokenizer).items():
             if len(ids) > args.max_prompt_tokens:
-                raise UserError(f"--question_prompt ({name}) has {len(ids)} tokens, more than "
+                raise UserError(f"{name} (Dynamic RL: --question_prompt) has {len(ids)} tokens, more than "
                                 f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
         self.count_steps()
         DOING[0] = "start-up"

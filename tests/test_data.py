@@ -1,5 +1,6 @@
 """Loading problems from every kind of file and from a stand-in for the Hub, and their prompts."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -485,3 +486,15 @@ def test_overlong_prompts(tokenizer):
         assert encode_prompt(tokenizer, "1+1?", style, len(ids) - 1) == []
     assert encode_prompt(None, "x" * 20_001, "system", 1000) == []  # the tokenizer never sees it
     assert len(encode_prompt(tokenizer, "x" * 20_001)) > 1000
+
+
+def test_templates_have_a_minute_for_all_prompts(monkeypatch):
+    """Each prompt may take 10 s, but not all of them; those that take no time do not count."""
+    ticks = itertools.chain([0, 0.05] * 99, itertools.count(0, 9))
+    monkeypatch.setattr(data, "time", SimpleNamespace(process_time=lambda: next(ticks)))
+    monkeypatch.setattr(data, "_slow", [0.0])
+    tokenizer = AutoTokenizer.from_pretrained(data.TOY)
+    for _ in range(99 + 7):
+        encode_prompt(tokenizer, "p", "suffix")
+    with pytest.raises(UserError, match="it takes more than a minute for all prompts together.; mend it or"):
+        encode_prompt(tokenizer, "p", "suffix")

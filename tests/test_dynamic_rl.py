@@ -430,5 +430,5 @@ def test_semi_dynamic_with_gold_labels_rewards_what_is_right(tmp_path):
 
 
 def test_z_0_must_fit(tmp_path):
-    with pytest.raises(common.UserError, match="z_0 has [0-9]+ tokens, more than --max_prompt_tokens"):
+    with pytest.raises(common.UserError, match="--question_prompt. has [0-9]+ tokens, more than --max"):
         run_toy(dynamic_rl, tmp_path / "run", max_prompt_tokens=5)

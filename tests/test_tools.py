@@ -168,7 +168,7 @@ def test_bad_input_of_compare_is_one_sentence(tmp_path, monkeypatch, capsys):
     code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--out", __file__)
     assert code == 2 and sentence == f"Error: --out is '{__file__}', but must be a folder."
     code, sentence = exit_and_sentence(compare, monkeypatch, capsys, "--out", f"{__file__}/x")
-    assert code == 2 and sentence.startswith("Error: [Errno 20] Not a directory: ")
+    assert code == 2 and "Error: [Errno 20] Not a directory: " in sentence
     with pytest.raises(UserError, match="--seeds has -1, but must have whole numbers from 0 on"):
         compare.compare("main", [1, -1], 1, 1, tmp_path)
     with pytest.raises(UserError, match="--steps is 0"):
@@ -201,7 +201,7 @@ compare.main()
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     pid = tmp_path / "pid"
-    for _ in range(300):
+    for _ in range(1200):  # it takes half a minute to start on a busy machine
         if pid.exists() and pid.read_text():
             break
         time.sleep(0.1)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def check_weights(path: str) -> None:
 def types_in(file: Path) -> set[str]:
     """Of the tensors called weight: buffers may hold integers."""
     if file.suffix == ".bin":
-        tensors = torch.load(file, "meta", weights_only=True)
+        tensors = torch.load(file, "meta", weights_only=True, mmap=zipfile.is_zipfile(file))
         return {str(tensors[name].dtype)[6:] for name in tensors if name.endswith("weight")}
     with safe_open(file, "pt") as tensors:
         return {tensors.get_slice(name).get_dtype() for name in tensors.keys() if name.endswith("weight")}
@@ -217,12 +218,16 @@ def bytes_on_disk(folder: Path) -> int:
 def identity(args, problems: list, model_path: str) -> dict[str, str]:
     """What a run must have in common with the one it resumes: {what it is made of: value or digest}.
 
-    Of each file with weights its size and 64 pieces: 60 GB would take minutes to read."""
+    Of a model of the Hub its commit, of each file in a folder its size and 64 pieces: all of it may be 60 GB,
+    which would take minutes to read."""
     prompts = [(problem.prompt_ids, problem.answer) for problem in problems]
-    folder = Path(cached_file(model_path, "config.json")).parent  # of a Hub id: named by its commit
-    weights = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = file.stat().st_size if Path(model_path).is_dir() else 0  # else it may come only now
+    folder = Path(cached_file(model_path, "config.json")).parent
+    local = Path(model_path).is_dir()
+    weights = hashlib.blake2b(b"" if local else folder.name.encode(), digest_size=16)
+    for file in sorted(folder.iterdir()) if local else []:
+        if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
+            continue
+        size = file.stat().st_size
         with file.open("rb") as bytes_of:
             for start in range(0, size, size // 64 + 1):
                 bytes_of.seek(start)

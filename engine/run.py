@@ -115,7 +115,7 @@ class Plumbing:
             self.engine = "plain"
         self._check_plan()
         self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes(),
-                                identity(args, self.problems, model_path))
+                                identity(self.problems, model_path))
         self.say, self.out = self.folder.say, self.folder.path
         DOING[1] = self.out
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "

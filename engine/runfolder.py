@@ -80,11 +80,10 @@ class RunFolder:
                      "and --model hold what they held then.")
             before = {}
         self.identity["run"] = before.get("run") or os.urandom(8).hex()
-        for name, value in self.identity.items():
-            if before.get(name, value) != value:
-                return {"problems": "had other problems (--dataset) or other prompts of them",
-                        "model": "had other weights in --model"}.get(name, f"had another {name}")
-        return ""
+        if before.get("problems", self.identity["problems"]) != self.identity["problems"]:
+            return "had other problems (--dataset) or other prompts of them"
+        same_model = before.get("model", self.identity["model"]) == self.identity["model"]
+        return "" if same_model else "had other weights in --model"
 
     def _keep_script(self, script: Path, kept: Path) -> None:
         """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""

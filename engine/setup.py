@@ -215,8 +215,8 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def identity(args, problems: list, model_path: str) -> dict[str, str]:
-    """What a run must have in common with the one it resumes: {what it is made of: value or digest}.
+def identity(problems: list, model_path: str) -> dict[str, str]:
+    """Digests of what a run must have in common with the one it resumes, beside script and seed.
 
     Of a model of the Hub its commit, of each file in a folder its size and 64 pieces: all of it may be 60 GB,
     which would take minutes to read."""
@@ -232,7 +232,7 @@ def identity(args, problems: list, model_path: str) -> dict[str, str]:
             for start in range(0, size, size // 64 + 1):
                 bytes_of.seek(start)
                 weights.update(f"{file.name} {size}".encode() + bytes_of.read(2**14))
-    return dict(script=script_name(), seed=str(args.seed), model=weights.hexdigest(),
+    return dict(model=weights.hexdigest(),
                 problems=hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest())
 
 

@@ -115,7 +115,8 @@ def test_hf_splits_what_memory_does_not_hold(monkeypatch):
     monkeypatch.setattr(hf, "_generate", generate)
     longest = 64 + max(len(prompt) for prompt in PROMPTS)
     config = hf.model.config
-    kept = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * longest
+    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    kept = 2 * 4 * config.num_hidden_layers * width * longest  # bytes of a sequence's keys and values
     monkeypatch.setattr(hf_sampler, "host_memory", lambda: 2 * 3 * kept)  # half of it: three sequences
     assert ids(hf.generate(requests(n=7), 1.0)) == expected and max(sizes) == 3 and sum(sizes) == 28
 

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -189,8 +190,9 @@ def curves(runs: list[dict]) -> list[dict]:
             found = plot.series(run["metrics"], metric)
             points = [[step, float(f"{value:.5g}")] for step, value in found.items()]
             lines.append(points[::math.ceil(len(points) / SHOWN_POINTS) or 1])
+        drawn = [points for points in lines if len(points) > 1]
         # RESTRAIN's rewards sum to 0: nothing to see
-        if any(len(points) > 1 and max(abs(value) for _, value in points) > 1e-6 for points in lines):
+        if any(abs(value) > 1e-6 for _, value in itertools.chain(*drawn)):
             panels.append(dict(title=title, metric=metric, lines=lines))
     return panels
 

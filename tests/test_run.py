@@ -195,7 +195,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
     process.join(120)
     assert process.exitcode == 0, errors_of(out)
     memory, files, threads, kib = zip(*seen)
-    assert max(memory) - memory[0] < 30 + 0.005 * steps  # MiB; a step's line of the log stays, 3 KiB
+    assert max(memory) - memory[0] < 20 + 0.03 * steps  # MiB; see docs/benchmarks.md, Long runs
     assert max(files) - files[0] <= 2 and max(threads) - threads[0] <= 1  # a checkpoint is open, or is not
     assert max(kib) < 1.2 * kib[0]
     seconds = [line["seconds/step"] for line in read_lines(out / "metrics.jsonl")]

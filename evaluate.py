@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import common
+from engine.smollm2 import SMOLLM2
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system")
 PRESETS = {
@@ -27,7 +28,8 @@ PRESETS = {
     "ettrl": SIXTEEN,  # the tables' values are averages of 16, though section 4 says greedy
     "dynamic_rl": SIXTEEN | dict(top_k=20),  # section 3.1
     "greedy": SIXTEEN | dict(samples=1, temperature=0.0, top_p=1.0),
-    "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128)}  # as it is trained
+    "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128),  # as it is trained
+    "smollm2": dict(SIXTEEN, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"])}
 TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy", max_prompt_tokens=128, sampler="hf")
 
 
@@ -37,7 +39,8 @@ class Args:
     """Hub id or local folder; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
-    preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy"] = "ttrl"
+    preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy",
+                    "smollm2"] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
     samples: common.Samples | None = None
     """Responses per problem."""

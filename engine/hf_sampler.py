@@ -217,7 +217,7 @@ class HFSampler:
         steps = max(request.max_new_tokens for request in requests)
         ids, mask = pad_left([request.prompt_ids for request in requests], self.device)  # [prompts, longest]
         samples = samples_of(requests)
-        uniform = uniform_numbers(samples, steps).to(self.device)               # [all, steps]
+        uniform = uniform_numbers(samples, steps, self.device)                  # [all, steps]
         limit = [request.max_new_tokens for request, _ in samples]
         limit = torch.tensor(limit, device=self.device)                         # [all]
 
@@ -241,7 +241,8 @@ class HFSampler:
         length = torch.zeros(len(rows), dtype=torch.long, device=self.device)   # [all]
         finished = torch.zeros(len(rows), dtype=torch.bool, device=self.device)  # [all]
         for t in range(steps):
-            token, logprob = draw(logits, uniform[rows, t], temperature, top_p, top_k)  # [rows], [rows]
+            u = uniform[rows.to(uniform.device), t]                             # [rows]
+            token, logprob = draw(logits, u, temperature, top_p, top_k)         # [rows], [rows]
             tokens[rows, t] = token
             logprobs[rows, t] = logprob
             length[rows] = t + 1
@@ -300,13 +301,18 @@ def pad_left(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tens
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def uniform_numbers(samples: list[tuple[Request, int]], steps: int) -> torch.Tensor:
+def exact_device(device: torch.device) -> torch.device:
+    """Where float64 numbers of this device are: Apple's Metal has none. Not tried there by us."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def uniform_numbers(samples: list[tuple[Request, int]], steps: int, device: torch.device) -> torch.Tensor:
     """[samples, steps] float64 in [0, 1), a stream of its own for every sample."""
     streams = []
     for _, seed in samples:
         generator = torch.Generator().manual_seed(seed)
         streams.append(torch.rand(steps, dtype=torch.float64, generator=generator))
-    return torch.stack(streams)
+    return torch.stack(streams).to(exact_device(device))
 
 
 def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,9 +325,11 @@ def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple
     if temperature == 0:
         token = probs.argmax(-1)
     else:
-        cumulative = probs.cumsum(-1, dtype=torch.float64)  # a float32 sum over 150k entries loses the tail
+        # float64: a float32 sum over 150k entries loses the tail
+        cumulative = probs.to(uniform.device).cumsum(-1, dtype=torch.float64)
         u = uniform[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+        token = token.to(probs.device)
     return token, probs.gather(-1, token[:, None]).squeeze(-1).log()
 
 

@@ -78,18 +78,26 @@ def out_of_range(args) -> list[str]:
 
 
 # ---------------------------------------------------- command line ------------------------------------------
+def overrides_of(args_class: type, toy: dict, model: str | None) -> dict:
+    """Values instead of the paper's: the toy's without a model, the toy's and smollm2's with that one."""
+    if model not in (None, "", "smollm2"):
+        return {}
+    overrides = dict(toy)
+    for name, value in SMOLLM2.items() if model else ():
+        field = args_class.__dataclass_fields__.get(name)
+        preset = field and field.default is None  # evaluate.py: its --preset has them
+        if field and not preset and toy.get(name) != "":  # no --dataset: Dynamic RL
+            overrides[name] = value
+    return overrides
+
+
 def parse(args_class: type, toy: dict):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run resumed."""
     description = sys.modules[args_class.__module__].__doc__
     words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     model = dict(zip(words, [*words[1:], ""])).get("--model")
-    overrides = {}
-    if model in (None, "smollm2") and not {"-h", "--help"} & set(words):
-        overrides = dict(toy)
-        for name, value in SMOLLM2.items() if model else ():
-            if name in args_class.__dataclass_fields__ and toy.get(name) != "":  # no --dataset: Dynamic RL
-                overrides[name] = value
+    overrides = {} if {"-h", "--help"} & set(words) else overrides_of(args_class, toy, model)
     args = tyro.cli(args_class, default=args_class(**overrides), description=description)
     if getattr(args, "resume", False):
         return parse_resumed(args_class, args, description)

@@ -40,7 +40,7 @@ class PlainSampler:
     def _rollouts(self, samples, temperature, top_p, top_k) -> list[Rollout]:
         steps = max(request.max_new_tokens for request, _ in samples)
         ids, mask = pad_left([request.prompt_ids for request, _ in samples], self.model.device)
-        uniform = uniform_numbers(samples, steps).to(self.model.device)         # [samples, steps]
+        uniform = uniform_numbers(samples, steps, self.model.device)            # [samples, steps]
         drawing = Drawing(uniform, temperature, top_p, top_k)
         config = GenerationConfig(max_new_tokens=steps, eos_token_id=self.stop_ids or None, pad_token_id=0)
         out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config,

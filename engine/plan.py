@@ -371,12 +371,13 @@ def cpu_sentence(args, config, threads: int) -> str:
     """What a step of this size means for a CPU; empty if it is not much more than the toy's."""
     s, length = shape_of(config), args.max_prompt_tokens + args.max_new_tokens
     sampled = args.prompts_per_batch * args.responses_per_prompt() * args.max_new_tokens
-    if sampled * s.weights < 20 * TOY_WORK:
+    if sampled * s.weights < 40 * TOY_WORK:
         return ""
     trained = args.prompts_per_batch * args.train_samples * length
     passes = 3 + (args.num_minibatches > 1) + (args.kl_coef > 0)  # update; scores of policy and reference
     work = sampled * flops_per_token(s, length, 1) + trained * flops_per_token(s, length, passes)
-    hours = work / (threads * CPU_FLOPS) / 3600
+    minutes = work / (threads * CPU_FLOPS) / 60
+    time = f"{minutes / 60:,.1f} hours" if minutes > 60 else f"{minutes:.0f} minutes"
     return (f"This is a CPU, and a step samples up to {sampled:,} tokens from {s.weights / 1e9:.2f}e9 "
-            f"parameters: if responses have full length, about {hours:,.1f} hours a step. It goes on; a GPU, "
+            f"parameters: if responses have full length, about {time} a step. It goes on; a GPU, "
             "or smaller --votes, --prompts_per_batch and --max_new_tokens, take less.")

@@ -125,7 +125,7 @@ class Plumbing:
         threads = torch.get_num_threads() * self.world_size
         if train and self.device.type == "cpu" and (sentence := cpu_sentence(args, self.config, threads)):
             self.say(sentence)
-        self.first_step, self.stop_signal, self.bad_steps = 1, 0, 0
+        self.first_step, self.stop_signal, self.bad_steps, self.told = 1, 0, 0, False
         self.begin_step(0)
 
     def _print_plan(self) -> None:
@@ -385,13 +385,16 @@ class Plumbing:
         """Say aloud what makes a run pointless and is easy to mend."""
         responses = [response for group in self.groups for response in group["responses"]]
         if few := self.few_answers(responses):
-            self.folder.warn(few)
+            if not self.told:
+                self.folder.warn(f"step {self.step}: {few}")
+            self.told = True
         elif metrics.get("truncated", 0.0) > 0.5:
             share = metrics["truncated"]
             self.folder.warn(f"{share:.0%} of the responses were cut off; raise --max_new_tokens.")
 
     def few_answers(self, responses: list[Rollout]) -> str:
         """What to do if most of these responses have no answer; else empty."""
+        responses = [response for response in responses if response.response_ids]  # overlong: no prompt
         silent = [response.text for response in responses if response.answer is None]
         if len(silent) <= len(responses) / 2:
             return ""

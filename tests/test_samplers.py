@@ -215,6 +215,16 @@ def assert_same(groups, others, atol=1e-5):
         assert torch.allclose(a.logprobs, b.logprobs, atol=atol, rtol=1e-5)
 
 
+def test_exact_numbers_are_on_the_cpu_where_the_device_has_no_float64():
+    """Not tried on Apple's Metal; the numbers themselves and their place are."""
+    assert hf_sampler.exact_device(torch.device("mps")).type == "cpu"
+    assert hf_sampler.exact_device(torch.device("meta")).type == "meta"
+    samples = hf_sampler.samples_of([Request([1], 2, 7, 3)])
+    ours = hf_sampler.uniform_numbers(samples, 3, torch.device("mps"))
+    assert ours.device.type == "cpu" and ours.dtype == torch.float64
+    assert hf_sampler.uniform_numbers(samples, 3, torch.device("meta")).device.type == "meta"
+
+
 @pytest.mark.parametrize("temperature, top_p, top_k", [
     (1.0, 1.0, 0),
     (0.7, 0.9, 0),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import ROOT
@@ -175,6 +176,7 @@ def test_bad_input_of_compare_is_one_sentence(tmp_path, monkeypatch, capsys):
         compare.compare("main", [1], 0, 1, tmp_path)
 
 
+GOOD = "import os, sys\nfor name in ('final', 'checkpoints'):\n    os.mkdir(sys.argv[-1] + '/' + name)\n"
 SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
 
 
@@ -182,10 +184,30 @@ def test_a_failed_run_is_named_and_the_others_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "good.py").write_text(GOOD)
+    (good,) = compare.jobs_of({"good": "good.py"}, [1], 5, tmp_path)["good"]
+    compare.run_all([good], workers=1)
+    assert (good.folder / "final").exists() and not (good.folder / "checkpoints").exists()
     jobs = compare.jobs_of({"slow": "slow.py", "bad": "bad.py"}, [1], 5, tmp_path)
     with pytest.raises(UserError, match=r"a run failed; see .*bad-seed1.log.txt"):
         compare.run_all(jobs["slow"] + jobs["bad"], workers=2)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_the_real_models_runs_have_a_folder_of_their_own(monkeypatch):
+    """They have the names of the toy's. The figure is of problems that are not trained on."""
+    seen, drawn = [], mock.Mock()
+    monkeypatch.setattr(compare.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(compare, "run_all", lambda jobs, workers: seen.append(jobs[0].folder))
+    monkeypatch.setattr(compare, "table", lambda *_: "")
+    monkeypatch.setattr(compare.plot, "plot", drawn)
+    monkeypatch.setattr(compare.Path, "write_text", lambda *_, **__: 0)
+    for name in ("main", "smollm2"):
+        monkeypatch.setattr(sys, "argv", ["compare", "--set", name])
+        compare.main()
+    assert [folder.parent.name for folder in seen] == ["compare", "compare-smollm2"]
+    assert drawn.call_args_list[0].kwargs == {}
+    assert drawn.call_args_list[1].kwargs["benchmark"] == "smollm2_test"
 
 
 def test_termination_of_compare_ends_its_runs(tmp_path):

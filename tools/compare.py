@@ -5,7 +5,7 @@
     python -m tools.compare --set dynamic          # Dynamic RL without answer or question diversity
     python -m tools.compare --set minibatches      # TTRL: eight optimizer steps, mixed or prompt by prompt
     python -m tools.compare --set examples         # TTRL and the forks in examples/
-    python -m tools.compare --set smollm2          # the first set's on a real model: docs/real.md
+    python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/real.md
 
 Finished runs are kept, one that was cut off is resumed: call it again and it goes on. Ctrl-C or SIGTERM ends
 the runs, too, after a checkpoint.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -67,6 +68,10 @@ SETS = {  # set -> name -> command, from the repository root
 REAL = "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16"
 SETS["smollm2"] = {name: f"{command} {REAL}" for name, command in SETS["main"].items()}
 STEPS = {"smollm2": 16}
+FIGURES = {  # what plot is told beside the runs
+    "examples": dict(behind="TTRL", panels=["pass@1", "pass@k"]),  # too many for one panel
+    "smollm2": dict(benchmark="smollm2_test", panels=["pass@1", "pass@k", "maj@k", "label_accuracy",
+                                                      "majority_ratio", "distinct_answers"])}
 ROWS = {
     "pass@1": "eval/toy/pass@1",
     "pass@8": "eval/toy/pass@8",
@@ -179,6 +184,7 @@ def run_all(jobs: list[Job], workers: int) -> None:
                         running.remove((process, job))
                         if process.returncode:
                             raise UserError(f"a run failed; see {job.folder / 'log.txt'}.")
+                        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)  # gigabytes
                 bar.set_postfix_str(", ".join(job.folder.name for _, job in running), refresh=False)
                 bar.update(sum(job.steps_done() for job in jobs) - bar.n)
     finally:
@@ -271,9 +277,8 @@ def compare(name: str, seeds: list[int], steps: int, workers: int, out: Path) ->
     for title, of_name in jobs.items():
         folders[title] = [job.folder for job in of_name]
     text = table(folders, REAL_ROWS if name == "smollm2" else ROWS)
-    # too many for one panel
-    few = dict(behind="TTRL", panels=["pass@1", "pass@k"]) if name == "examples" else {}
-    plot.plot([folder for seeds in folders.values() for folder in seeds], out / f"{name}.png", **few)
+    every = [folder for seeds in folders.values() for folder in seeds]
+    plot.plot(every, out / f"{name}.png", **FIGURES.get(name, {}))
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     return text
 
@@ -286,8 +291,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 40, of smollm2 16")
     cores = os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, help="runs at a time, one core each")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--out", type=Path, help="default: runs/compare, of smollm2 runs/compare-smollm2")
     options = parser.parse_args()
+    if options.out is None:  # the toy's sets share runs of one name
+        options.out = Path("runs/compare-smollm2" if options.set == "smollm2" else "runs/compare")
     if options.steps is None:
         options.steps = STEPS.get(options.set, 40)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

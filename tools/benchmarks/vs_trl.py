@@ -4,7 +4,8 @@
     python -m tools.benchmarks.vs_trl --lengths natural    # responses end by themselves, at most 128 tokens
     python -m tools.benchmarks.vs_trl --trl default        # TRL as it comes
     python -m tools.benchmarks.vs_trl --size 100m          # 2 prompts x 8 rollouts x 64, vocabulary 150k
-    python -m tools.benchmarks.vs_trl --size smollm2 --lengths natural  # a real model: docs/real.md
+    python -m tools.benchmarks.vs_trl --model smollm2      # or a folder: 8 prompts x 8 rollouts that end by
+                                                           # themselves, at most 40 tokens
 
 The same on both sides: model, prompts, group size, response length (fixed: end-of-sequence never ends a
 response), sampling with transformers at temperature 1, float32, one optimizer step (AdamW) per batch, no KL
@@ -22,6 +23,7 @@ memory   peak resident memory of the process, and how much of it came on top dur
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -41,7 +43,7 @@ SIZES = {
     "toy": dict(prompts=16, rollouts=32, tokens=64, micro=64, micro_tokens=2048),
     "100m": dict(prompts=2, rollouts=8, tokens=64, micro=16, micro_tokens=2048, hidden=512, layers=8,
                  vocabulary=150_000),
-    "smollm2": dict(prompts=8, rollouts=8, tokens=40, micro=16, micro_tokens=16384, real=True)}
+    "model": dict(prompts=8, rollouts=8, tokens=40, micro=16, micro_tokens=16384)}
 
 
 def prepare(folder: Path, size: dict, seed: int) -> None:
@@ -49,10 +51,15 @@ def prepare(folder: Path, size: dict, seed: int) -> None:
     from transformers import AutoTokenizer
 
     import common
-    from engine.smollm2 import SMOLLM2, smollm2_folder
-    model = smollm2_folder() if "real" in size else common.TOY_MODEL
-    tokenizer, style = AutoTokenizer.from_pretrained(model), SMOLLM2["prompt"] if "real" in size else "system"
-    lines = (Path(model) / "train.jsonl").read_text().splitlines()[:size["prompts"]]
+    from engine.smollm2 import SMOLLM2, problems, smollm2_folder
+    model, style, rows = size["model"], SMOLLM2["prompt"], problems()["train"]
+    if not model:
+        model, style = common.TOY_MODEL, "system"
+        rows = map(json.loads, (Path(model) / "train.jsonl").read_text().splitlines())
+    elif model == "smollm2":
+        model = smollm2_folder()
+    lines = [json.dumps(row) for row in itertools.islice(rows, size["prompts"])]
+    tokenizer = AutoTokenizer.from_pretrained(model)
     if "hidden" in size:
         model = str(folder / "model")
         random_qwen2(folder / "model", size["vocabulary"], size["hidden"], size["layers"], seed,
@@ -208,7 +215,8 @@ def compare(runs: dict[str, list[dict]]) -> dict:
 
 def main() -> None:
     parser = arguments("vs_trl", __doc__)
-    parser.add_argument("--size", choices=SIZES, default="toy")
+    parser.add_argument("--size", choices=[*SIZES][:2], default="toy")
+    parser.add_argument("--model", default="", help="instead of --size: a model's folder, or smollm2")
     parser.add_argument("--lengths", choices=["fixed", "natural"], default="fixed",
                         help="whether end-of-sequence ends a response")
     parser.add_argument("--trl", choices=["tuned", "default"], default="tuned",
@@ -231,8 +239,10 @@ def main() -> None:
     if not Path(args.trl_python).exists():
         parser.error(f"--trl_python is '{args.trl_python}', which does not exist; make it with: python3 -m "
                      "venv .venv-trl && .venv-trl/bin/pip install -r tools/benchmarks/requirements.txt")
+    if args.model:
+        args.size, args.lengths = "model", "natural"
     python = {"ours": sys.executable, "trl": str(Path(args.trl_python).absolute())}
-    size = dict(SIZES[args.size], fixed=args.lengths == "fixed", tuned=args.trl == "tuned")
+    size = dict(SIZES[args.size], model=args.model, fixed=args.lengths == "fixed", tuned=args.trl == "tuned")
     size["micro"] = args.micro or (size["micro"] if size["tuned"] else 8)
     if args.size == "toy" and not size["fixed"]:
         size["tokens"] = 128

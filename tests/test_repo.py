@@ -17,9 +17,9 @@ import common
 from engine.options import parse
 from tools import diffs
 
-TOP = "README.md requirements.txt requirements-cpu.txt Makefile LICENSE pyproject.toml .gitignore".split()
+TOP = "README.md requirements.txt requirements-cpu.txt requirements-smollm2.txt Makefile LICENSE".split()
 TOP += "common.py ttrl.py evol_rl.py scrl.py restrain.py ettrl.py dynamic_rl.py evaluate.py".split()
-TOP += "engine tools examples docs toy tests .ci".split()
+TOP += "engine tools examples docs toy tests .ci pyproject.toml .gitignore".split()
 METHODS = SCRIPTS[1:]
 EXAMPLES = [f"examples.{name}" for name in diffs.EXAMPLES]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -67,7 +67,8 @@ class Args:
     """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
     prompt: str = "system"
     """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
-    Or a file: turns with {question} in the last (examples/prompts)."""
+    Or a file (examples/prompts): lines [system], [user], [assistant] begin its turns, {question} is in the
+    last; without such lines it is plain text, for base models (docs/real.md)."""
     show_prompt: bool = False
     """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
     seed: Seed = 1

@@ -301,27 +301,39 @@ def read_template(path: str) -> list[tuple[str, str]]:
     """The turns (role, text) of a prompt template; one turn of role "" if it is plain text, for base models.
 
     A line [system], [user] or [assistant] begins a turn. {question} stands in the last, a user turn; worked
-    examples are turns before it. Raises UserError for anything else."""
+    examples are turns before it. A relative path is looked up here, then in the repository. Raises UserError
+    for anything else."""
     wrong = f"--prompt is '{path}', but must be system, suffix, plain or a template file"
     try:
         file = Path(path).expanduser()
+        file = next((found for found in (file, TOY.parent / file) if found.exists()), file)
         if file.exists() and not (file.is_file() and file.stat().st_size < 10**6):
             raise ValueError("it is no file of less than 1 MB")
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{wrong}: {_reason(error)}.") from None
+        text = file.read_text(encoding="utf-8-sig")  # -sig: some editors write a byte order mark
+    except (OSError, ValueError, RuntimeError) as error:  # the last: ~ of an unknown user
+        raise UserError(f"{wrong}: {_reason(error).rstrip('.')}.") from None
     before, *parts = re.split(rf"^\[({'|'.join(ROLES)})\][ \t]*$", text, flags=re.MULTILINE)
-    turns = [(role, part.strip()) for role, part in zip(parts[::2], parts[1::2])]
-    if not turns:
-        turns = [("", before.rstrip("\n"))]
-    elif before.strip():
+    for line in "\n".join([before, *parts[1::2]]).split("\n"):
+        if re.fullmatch(r"\s*\[\w+\]:?\s*", line):
+            raise UserError(f"{wrong}: its line {line!r} begins no turn; one that does is exactly [system], "
+                            "[user] or [assistant].")
+    roles, texts = parts[::2], [part.strip() for part in parts[1::2]]
+    if roles and before.strip():
         raise UserError(f"{wrong}: the text before the first line [role] belongs to no turn.")
-    roles = [role for role, _ in turns]
-    if "{question}" not in turns[-1][1] or roles[-1] not in ("user", ""):
+    if not roles:
+        roles, texts = [""], [before.rstrip("\n")]
+    if "{question}" not in texts[-1] or roles[-1] not in ("user", ""):
         raise UserError(f"{wrong} with {{question}} in its last turn, a [user] turn.")
+    if "{question}" in "\n".join(texts[:-1]):
+        raise UserError(f"{wrong} with {{question}} in its last turn only.")
     if "system" in roles[1:]:
         raise UserError(f"{wrong} whose [system] turn, if any, comes first.")
-    return turns
+    talk = [role for role in roles if role in ("user", "assistant")]
+    if "assistant" in talk[::2] or "user" in talk[1::2]:
+        raise UserError(f"{wrong} whose other turns are [user] and [assistant] in turn, [user] first.")
+    if "" in texts:
+        raise UserError(f"{wrong} without empty turns, as its [{roles[texts.index('')]}] turn is.")
+    return list(zip(roles, texts))
 
 
 def uses_chat_template(style: str) -> bool:
@@ -380,10 +392,12 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
     if style == "suffix":
         return _chat(tokenizer, question + SUFFIX)
     if style not in STYLES:
-        turns = []
-        for role, text in read_template(style):
-            turns.append({"role": role, "content": text.replace("{question}", question)})
-        return _apply(tokenizer, turns) if uses_chat_template(style) else turns[0]["content"]
+        turns = [{"role": role, "content": text} for role, text in read_template(style)]
+        turns[-1]["content"] = turns[-1]["content"].replace("{question}", question)
+        if not uses_chat_template(style):
+            return turns[0]["content"]
+        _check_turns(tokenizer, style)
+        return _apply(tokenizer, turns)
     try:
         text = _chat(tokenizer, question, SYSTEM)
     except UserError:  # Gemma's: "System role not supported"
@@ -394,6 +408,23 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
         say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
                   f"before the question, in the user turn")
     return text
+
+
+@lru_cache(maxsize=4)
+def _check_turns(tokenizer, file: str) -> None:
+    """Raises UserError, naming the role, if the chat template does not take all turns of a --prompt file."""
+    turns = [{"role": role, "content": text} for role, text in read_template(file)]
+    _apply(tokenizer, turns[-1:])  # fails by itself if it takes no turn at all
+    for role, remedy in (("assistant", "put the worked examples and {question} into one [user] turn"),
+                         ("system", "put its text at the beginning of the first [user] turn")):
+        part = [turn for turn in turns if turn["role"] in ("user", "assistant", role)]
+        try:
+            text = _apply(tokenizer, part)
+        except UserError:
+            text = ""
+        if not all(turn["content"] in text for turn in part):
+            raise UserError(f"the chat template of {tokenizer.name_or_path} refuses the [{role}] turn of "
+                            f"--prompt {file} or leaves out text of it; {remedy}.")
 
 
 @contextlib.contextmanager

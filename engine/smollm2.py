@@ -35,7 +35,7 @@ Z_0 = (SHOW.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
 DTYPE = "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto"
 # What --model smollm2 overrides, beside what the toy does (common.TOY and the scripts' last lines).
 SMOLLM2 = dict(
-    dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt=str(ROOT / "examples/prompts/few_shot.txt"),
+    dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
     eval_every=0, eval_samples=16, checkpoint_every=4, micro_tokens=16384, dtype=DTYPE, lr=1e-5,
     num_minibatches=1, kl_coef=0.0,

@@ -374,6 +374,7 @@ def test_a_template_file_has_turns_or_is_plain_text(tokenizer, tmp_path):
             TURNS: "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
                    "<|im_start|>assistant\n\\boxed{2}<|im_end|>\n"
                    "<|im_start|>user\nNow: 2+2?<|im_end|>\n<|im_start|>assistant\n",
+            "\ufeff[user] \n{question}\n": "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
             "Q: 1+1? A: \\boxed{2}\nQ: {question} A:\n": "Q: 1+1? A: \\boxed{2}\nQ: 2+2? A:"}.items():
         file.write_text(text)
         data.read_template.cache_clear()
@@ -398,7 +399,17 @@ def test_special_tokens_in_a_question_are_text_in_a_template_too(tokenizer, tmp_
     ("[user]\n{question}\n[assistant]\n{question}", "a [user] turn"),
     ("Hi\n[user]\n{question}", "the text before the first line [role]"),
     ("[user]\nHi\n[system]\nBox.\n[user]\n{question}", "whose [system] turn, if any, comes first"),
-    ("Hi", "with {question} in its last turn"), (b"\xff{question}", "template file: ")])
+    ("Hi", "with {question} in its last turn"), (b"\xff{question}", "template file: "),
+    ("[System]\nBox.\n[user]\n{question}", "its line '[System]' begins no turn; one that does is exactly"),
+    ("[user]:\n{question}", "its line '[user]:' begins no turn"),
+    (" [user]\n{question}", "its line ' [user]' begins no turn"),
+    ("[user]\nHi\n[assistent]\nHi\n[user]\n{question}", "its line '[assistent]' begins no turn"),
+    ("Q: 1+1?\n[answer]\nQ: {question}", "its line '[answer]' begins no turn"),
+    ("[user]\nHi\n[user]\n{question}", "are [user] and [assistant] in turn, [user] first"),
+    ("[system]\nBox.\n[assistant]\nHi\n[user]\n{question}", "are [user] and [assistant] in turn"),
+    ("[user]\n[assistant]\nHi\n[user]\n{question}", "without empty turns, as its [user] turn is"),
+    ("[system]\n \n[user]\n{question}", "without empty turns, as its [system] turn is"),
+    ("[system]\nBox {question}.\n[user]\n{question}", "with {question} in its last turn only")])
 def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text, words):
     file = tmp_path / "template.txt"
     if text:
@@ -408,6 +419,37 @@ def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text, words):
     said = str(error.value)
     assert said.startswith(f"--prompt is '{file}', but must be system, suffix, plain or a template file")
     assert words in said and "\n" not in said
+
+
+def test_where_a_template_is_looked_up(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = Path("examples/prompts/few_shot.txt")
+    assert len(data.read_template(str(name))) == 5  # the repository's
+    name.parent.mkdir(parents=True)
+    name.write_text("{question}")
+    data.read_template.cache_clear()
+    assert data.read_template(str(name)) == [("", "{question}")]
+    data.read_template.cache_clear()
+    with pytest.raises(UserError, match="a template file: Could not determine home directory.$"):
+        data.read_template("~no-such-user/x")
+
+
+NO_SYSTEM = CHATML.replace("in messages", "in messages if m.role != 'system'")
+NO_ANSWERS = "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}" + CHATML
+PUT = "put its text at the beginning of the first [user] turn."
+PUT_ALL = "put the worked examples and {question} into one [user] turn."
+
+
+@pytest.mark.parametrize("template, role, remedy", [
+    (GEMMA, "system", PUT), (NO_SYSTEM, "system", PUT), (NO_ROLE, "assistant", PUT_ALL),
+    (NO_ANSWERS, "assistant", PUT_ALL)])
+def test_a_turn_that_the_chat_template_does_not_take_is_named(template, role, remedy, tmp_path):
+    file = tmp_path / "template.txt"
+    file.write_text(TURNS)
+    with pytest.raises(UserError) as error:
+        encode_prompt(toy_tokenizer(template), "2+2?", str(file))
+    assert f"refuses the [{role}] turn of --prompt {file} or leaves out text of it" in str(error.value)
+    assert str(error.value).endswith(remedy)
 
 
 @pytest.mark.parametrize("style", STYLES)

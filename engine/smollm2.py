@@ -31,7 +31,7 @@ Solution: {}<|im_end|>
 """
 Z_0 = (SHOW.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
        + SHOW.format("5 * 6 + 7", "5 * 6 = 30, 30 + 7 = 37, so \\boxed{37}.") + ASK)
-# a processor that multiplies matrices in bfloat16 does so nine times as fast as in float32
+# a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
 DTYPE = "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto"
 # What --model smollm2 overrides, beside what the toy does (common.TOY and the scripts' last lines).
 SMOLLM2 = dict(

@@ -236,10 +236,10 @@ def test_table_is_the_last_evaluation_and_the_mean_of_the_last_ten_steps(tmp_pat
     # the last ten: 3 to 12, mean 7.5
     steps = [f'{{"step": {i}, "entropy": {i}, "length": 7}}' for i in range(1, 13)]
     for seed, rate in ((1, 0.5), (2, 0.7)):  # mean 0.6, deviation 0.1 sqrt(2) = 0.14
-        ends = ['{"step": 0, "eval/toy/pass@1": 0.25}', f'{{"step": 12, "eval/toy/pass@1": {rate}}}']
+        ends = [f'{{"step": 0, "eval/toy/pass@1": {rate / 2}}}', f'{{"step": 12, "eval/toy/pass@1": {rate}}}']
         make_run(tmp_path / f"a-seed{seed}", ends[:1] + steps + ends[1:])
     text = compare.table({"a": [tmp_path / "a-seed1", tmp_path / "a-seed2"]})
-    assert text.splitlines() == ["| | pass@1 | entropy |", "|---|---|---|", "| start | 0.25 |  |",
+    assert text.splitlines() == ["| | pass@1 | entropy |", "|---|---|---|", "| start | 0.30 +- 0.07 |  |",
                                  "| a | 0.60 +- 0.14 | 7.50 +- 0.00 |"]
 
 

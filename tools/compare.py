@@ -249,7 +249,10 @@ def table(folders: dict[str, list[Path]], columns: dict[str, str] = ROWS) -> str
     logged = set().union(*sum(every, []))  # of every line its keys
     titles = [title for title, key in columns.items() if key in logged]
     rows = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    start = [cell(columns[title], [start_value(every[0], columns[title])]) for title in titles]
+    first = next(iter(runs.values()))  # they all begin with the same model
+    start = []
+    for title in titles:
+        start.append(cell(columns[title], [start_value(lines, columns[title]) for lines in first]))
     rows.append("| start | " + " | ".join(start) + " |")
     for name, seeds in runs.items():
         cells = []

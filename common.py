@@ -34,11 +34,11 @@ from engine.data import Problem, encode_alone, encode_prompt, load_problems  # n
 from engine.hf_sampler import HFSampler
 from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
-from engine.options import Positive, PositiveShare, Samples, Seed, Share, launch, out_of_range  # noqa: F401
+from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
 from engine.plain import PlainSampler
 from engine.policy import Policy, Request, Rollout, load_model, twin
 from engine.run import Plumbing, check_answer, check_trained
-from engine.setup import engine_errors, has_vllm, vllm_options
+from engine.setup import engine_errors, has_vllm, vllm_options, weights_digest
 from engine.smollm2 import smollm2_folder
 
 transformers.logging.set_verbosity_error()
@@ -71,6 +71,9 @@ class Args:
     last; without such lines it is plain text, for base models (docs/real.md)."""
     show_prompt: bool = False
     """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
+    labels: Literal["majority", "gold"] = "majority"
+    """majority: the model's own answers vote. gold: only right answers do; in ttrl.py that is supervised
+    GRPO, the papers' upper bound."""
     seed: Seed = 1
     """Seeds of data order, sampling and subsets all derive from it."""
     epochs: CountOrZero = 80
@@ -139,7 +142,7 @@ class Args:
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those at the start and at the end; 0: only these two."""
-    eval_samples: Samples = 16
+    eval_samples: Count = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
     """0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3, EVOL-RL Table 3: 0.6)."""
@@ -170,9 +173,6 @@ class Args:
         if self.train_samples > self.responses_per_prompt():
             bad.append(f"--train_samples is {self.train_samples}, but must be at most "
                        f"{self.responses_per_prompt()}, the responses per prompt: they are what is trained.")
-        if self.responses_per_prompt() > 2**16:  # seed_of
-            bad.append(f"--votes (ETTRL: its tree) makes {self.responses_per_prompt()} responses per prompt, "
-                       "but their seeds have room for 65536; give fewer.")
         sequences = self.prompts_per_batch * self.train_samples
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
@@ -286,8 +286,9 @@ class Run(Plumbing):
         self.prepare(args, model, train, same_answer)
         self.policy = self.reference = self.optimizer = None
         if train:
-            self.announce("loading", f"Reading the weights of {self.model_path}")
+            self.say(f"Reading the weights of {self.model_path} ...")
             loaded = load_model(self.model_path, args.trust_remote_code)
+            self.folder.identify({"the weights of --model": weights_digest(loaded)})
             initial = twin(loaded) if args.kl_coef else None  # of the same read
             self.policy = self.load_policy(loaded, trainable=True)
             self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
@@ -309,7 +310,7 @@ class Run(Plumbing):
     def load_sampler(self):
         args = self.args
         if self.engine == "vllm":
-            self.announce("starting vLLM", "Starting vLLM (on a GPU it compiles for minutes)")
+            self.say("Starting vLLM (on a GPU it compiles for minutes) ...")
             return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, self.trains)
         kind = PlainSampler if args.plain else HFSampler
         return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
@@ -327,10 +328,15 @@ class Run(Plumbing):
     def sample(self, prompts: list[Problem], n: int, limits: list[int] | None = None) -> list[list[Rollout]]:
         """n responses to every prompt, sharded over the engines, gathered on all ranks, with text and answer.
 
-        Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt."""
+        Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. Raises
+        ValueError if a prompt.id was sampled in this step already: it would get the same responses again."""
         limits = limits or [self.args.max_new_tokens] * len(prompts)
         work = []
-        for prompt, limit in zip(prompts, limits):
+        for prompt, limit in zip(prompts, limits, strict=True):
+            if prompt.id in self.sampled:
+                raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already; "
+                                 "another id has other random numbers")
+            self.sampled.add(prompt.id)
             seed = seed_of(self.args.seed, self.step, prompt.id)
             room = self.longest - len(prompt.prompt_ids)
             work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
@@ -407,7 +413,8 @@ class Run(Plumbing):
         if average > 0.5 or exact and largest > self.args.max_logp_diff:
             raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
                             f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                            f"{self.args.max_logp_diff}); its weights or its prefix cache are stale.")
+                            f"{self.args.max_logp_diff}); its weights or its prefix cache are stale, or "
+                            "tokens that the model did not write have no mask 0.")
         if not exact and average > 0.05:
             self.folder.warn(f"sampler and trainer log-probs differ by {average:.3f} on average.")
 

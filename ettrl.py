@@ -235,7 +235,8 @@ def main(args: Args) -> None:
         run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
-            classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
+            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))

@@ -42,7 +42,7 @@ class Args:
     preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy",
                     "smollm2"] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
-    samples: common.Samples | None = None
+    samples: common.Count | None = None
     """Responses per problem."""
     temperature: common.NonNegative | None = None
     """Of these responses; 0: greedy, with one of them."""
@@ -109,7 +109,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
     results, majorities, warnings = {}, {}, []
-    run.announce("evaluate", f"Evaluating {run.model_path}")
+    run.say(f"Evaluating {run.model_path} ...")
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems, progress=True)
         verdicts = [g for g, _ in graded]

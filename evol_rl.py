@@ -54,7 +54,7 @@ class Args(common.Args):
     """Length limit of a response (section 3.1)."""
     epochs: common.CountOrZero = 3
     """Passes over the problems (released code: 3)."""
-    eval_samples: common.Samples = 32
+    eval_samples: common.Count = 32
     """Responses per problem (Table 1)."""
     eval_top_k: common.CountOrZero = 20
     """From the released test script, with top-p 0.95; the paper does not say."""

@@ -197,7 +197,8 @@ def main(args: Args) -> None:
         run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
-            classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
+            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            classes_N = common.answer_classes(prompt, responses, args.labels)
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             label = (weighted_labels(classes_N, label_sigma(args))

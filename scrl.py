@@ -165,7 +165,8 @@ def main(args: Args) -> None:
         run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
-            classes_N = common.answer_classes(prompt, responses)  # equal answers share a class
+            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            classes_N = common.answer_classes(prompt, responses, args.labels)
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
             positive, negatives = pseudo_labels(classes_N, entropies_N, **label_options(args))
             rewards_N = scrl_rewards(classes_N, entropies_N, lambda_h=args.lambda_h, **label_options(args),

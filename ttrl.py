@@ -21,7 +21,6 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -31,8 +30,7 @@ from common import majority
 
 @dataclass
 class Args(common.Args):
-    labels: Literal["majority", "gold"] = "majority"
-    """majority: TTRL. gold: supervised GRPO, the papers' upper bound."""
+    """TTRL has no options of its own."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------

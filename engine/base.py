@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import traceback
 from pathlib import Path
 
 import torch
@@ -16,17 +15,12 @@ class UserError(Exception):
     """Something the user can mend. Shown as one sentence, without a traceback."""
 
 
-def script_line() -> str:
-    """Where a script's main is, "ttrl.py, line 93", for messages about what it hands over."""
-    frames = [frame for frame in traceback.extract_stack() if frame.name == "main"]
-    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "the script"
-
-
 def seed_of(*parts) -> int:
-    """A seed that derives from its parts alone, so that a resumed run repeats an uninterrupted one."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).digest()
-    number = int.from_bytes(digest, "big") // 2  # 47 bits
-    return number % 2**46 * 2**16  # room for 65,536 samples: sample i of a prompt draws from seed + i
+    """62 bits that derive from the parts alone, so that a resumed run repeats an uninterrupted one.
+
+    Sample i of a prompt draws from seed + i."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
 
 
 def distributed() -> bool:
@@ -46,6 +40,16 @@ def gather(item) -> list:
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+def same_on_all_ranks(mine: dict) -> None:
+    """Raises UserError, naming the entry and the rank, if one of these values differs from rank 0's."""
+    first, *others = gather(mine)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise UserError(f"{name} is {other.get(name)!r} on rank {rank}, but {value!r} on rank 0; all "
+                                "ranks need the same command, data and weights.")
 
 
 def first_line(error: BaseException) -> str:

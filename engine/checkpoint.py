@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -41,11 +42,10 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None,
-         run: str = "") -> None:
+def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
     """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
 
-    script: the script's own state, kept as it is on rank 0. run: the name that run.json gives this run.
+    script: the script's own state, kept as it is on rank 0.
     Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
     rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
@@ -84,13 +84,18 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     def publish() -> None:
         if rank == 0:
-            state = dict(step=step, run=run, files=sums, script=script or {})
+            if unseen := [name for name in sums if not (partial / name).exists()]:
+                raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on "
+                              "a file system that all nodes share")
+            state = dict(step=step, files=sums, script=script or {})
             write_atomically(partial / "state.json", json.dumps(state))
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             sync_folder(final.parent)
-            for old in complete(run_folder)[keep:]:
-                shutil.rmtree(old)
+            # the newer ones are damaged: `restore` passed over them
+            newer = [folder for folder in complete(run_folder) if folder.name > final.name]
+            for folder in newer + complete(run_folder)[len(newer) + keep:]:
+                shutil.rmtree(folder)
 
     on_all_ranks(make_room)
     sums = {}
@@ -111,18 +116,17 @@ def reason_of(error: BaseException) -> str:
     return first_line(error)
 
 
-def restore(run_folder: Path, policy, optimizer, say=print, run: str = "") -> tuple[int, dict]:
+def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
     """Load the newest checkpoint that is complete and undamaged.
 
-    Its step and the script's own state, the same on all ranks; (0, {}) if there is none. Raises UserError if
-    it is of another run or model. (An older version's names no run.)"""
+    Its step and the script's own state, the same on all ranks; (0, {}) for a run that made no step. Raises
+    UserError if the run made steps, but has no such checkpoint, or if it is of another model."""
     rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
-        step, script, error, of = 0, {}, None, run
+        step, script, error = 0, {}, None
         try:
             state = json.loads((folder / "state.json").read_text())
             step, script = int(folder.name[5:]), dict(state.get("script", {}))
-            of = state.get("run") or run
             files = {f.name for f in folder.glob("*.safetensors") if f.is_file()}
             if state["step"] != step or state["files"].keys() != files:
                 raise ValueError("state.json tells of another step or other files")
@@ -136,8 +140,6 @@ def restore(run_folder: Path, policy, optimizer, say=print, run: str = "") -> tu
         if error := next((e for e in gather(error) if e), None):
             say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
             continue
-        if of != run:
-            raise UserError(f"{folder} is a checkpoint of another run; remove it.")
         try:
             dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
         except (Exception, CheckpointException) as e:
@@ -145,7 +147,11 @@ def restore(run_folder: Path, policy, optimizer, say=print, run: str = "") -> tu
                             f"({reason_of(e)}).") from None
         say(f"Resumed from {folder}")
         return step, script
-    say(f"No usable checkpoint in {run_folder}: starting from step 1.")
+    log = run_folder / "metrics.jsonl"
+    steps = log.exists() and re.search(r'"step":[1-9]', log.read_text(encoding="utf-8", errors="replace"))
+    if steps or (run_folder / "final").exists():
+        raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
+                        "start a new run in another --out.")
     return 0, {}
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -307,12 +308,11 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 def uniform_numbers(samples: list[tuple[Request, int]], steps: int, device: torch.device) -> torch.Tensor:
-    """[samples, steps] float64 in [0, 1), a stream of its own for every sample."""
-    streams = []
-    for _, seed in samples:
-        generator = torch.Generator().manual_seed(seed)
-        streams.append(torch.rand(steps, dtype=torch.float64, generator=generator))
-    return torch.stack(streams).to(exact_device(device))
+    """[samples, steps] float64 in [0, 1), a stream of its own for every sample.
+
+    Philox takes the whole seed as its key; torch's CPU generator takes only the lowest 32 bits."""
+    streams = [np.random.Generator(np.random.Philox(key=seed)).random(steps) for _, seed in samples]
+    return torch.from_numpy(np.stack(streams)).to(exact_device(device))
 
 
 def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     killed run goes on. What is stored is used only if all that it depends on is the same (`depends`)."""
     args, path = run.args, run.out / "initial_votes.jsonl"
     prompts = [p.prompt_ids for p in run.problems]
-    depends = [run.model_path, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
+    weights = run.folder.identity["the weights of --model"]
+    depends = [weights, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     stored = []
     if run.rank == 0 and args.resume and path.is_file():

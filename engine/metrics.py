@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 
-from engine.base import UserError, script_line, seed_of
+from engine.base import seed_of
 
 
 def mean(values) -> float:
@@ -22,10 +22,10 @@ def counts(name: str, values: list[float], most: int) -> dict[str, int]:
 
 
 def checked(classes: list[int | None]) -> list[int | None]:
-    """The same. Raises UserError if it is no list: a script's function may have forgotten its return."""
+    """The same. Raises TypeError if it is no list: a script's function may have forgotten its return."""
     if not isinstance(classes, list):
-        raise UserError(f"{script_line()}: the classes that vote are {repr(classes)[:80]}, but must be a "
-                        "list of whole numbers and None (no answer).")
+        raise TypeError(f"the classes that vote are {repr(classes)[:80]}, but must be a list of whole "
+                        "numbers and None (no answer)")
     return classes
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
 import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import torch.distributed as dist
 import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, distributed, first_line, gather
+from engine.base import UserError, distributed, gather
 from engine.smollm2 import SMOLLM2
 
 
@@ -50,7 +47,6 @@ class Between:
 
 
 Count = Annotated[int, Between(1)]
-Samples = Annotated[int, Between(1, 2**16)]  # seed_of has room for so many streams
 CountOrZero = Annotated[int, Between(0)]
 NonNegative = Annotated[float, Between(0)]
 NonNegativeOrInf = Annotated[float, Between(0, finite=False)]
@@ -131,9 +127,8 @@ def parse_resumed(args_class: type, args, description: str):
     for name, value in dataclasses.asdict(args).items():
         was = known.get(name, "not in run.json")
         if name not in ("resume", "out", "trust_remote_code") and value != was:
-            if name in ("model", "dataset", "seed", "prompt", "question_field", "answer_field"):
-                raise UserError(f"--{name} is {value!r}, but the run in {args.out} has {was!r}; "
-                                "start a new run.")
+            if name == "seed":
+                raise UserError(f"--seed is {value}, but the run in {args.out} has {was}; start a new run.")
             if int(os.environ.get("RANK", 0)) == 0:
                 print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
     return args
@@ -151,9 +146,9 @@ def read_run(folder: Path) -> dict:
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(run["script"], str) and isinstance(run["args"], dict):
+        if isinstance(run["script"], str) and isinstance(run["args"], dict) and run["identity"]:
             return run
-        reason = "it lacks the script or its arguments"
+        reason = "it lacks the script, its arguments or its identity"
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
     raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on with.")
@@ -164,122 +159,29 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
-DOING = ["start-up", None]  # what the run is at, and its folder: for sentences about what went wrong
-
-
+@record  # torchrun shows the traceback of the first rank that fails
 def launch(main, args_class: type, toy: dict) -> None:
-    """Run a script's main: bad input ends with one sentence and exit code 2, not with a traceback."""
-    args = None
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal without the letters of a question
-        sys.stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)
+    """Run a script's main. Bad input (UserError) ends with one sentence and exit code 2, a bug with its
+    traceback."""
     try:
-        args = parse(args_class, toy)
-        if "RANK" in os.environ:
-            threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-        main(args)
+        main(parse(args_class, toy))
     except UserError as error:
-        leave_after(error)
-    except Exception as error:
-        if sentence := out_of_memory(error) or unreadable(error, args) or in_script(error):
-            leave_after(UserError(sentence))
+        rank = int(os.environ.get("RANK", 0))
+        if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        leave(2)
+    except torch.OutOfMemoryError as error:
+        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
+                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
+                       "takes it; --resume goes on from the newest checkpoint.")
         raise
     if distributed() and "vllm" not in sys.modules:
         # leave together, and at once: a rank that unwinds while another still talks to it may abort
         gather(None)
         dist.destroy_process_group()
         leave(0)
-
-
-class Unread:
-    """A text stream; once nobody reads it (`| head`), what is written goes nowhere and the run goes on."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def _quietly(self, work, *given):
-        try:
-            return work(*given)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-    def write(self, text: str):
-        return self._quietly(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._quietly(self.stream.flush)
-
-
-def end_with_parent(parent: int) -> None:
-    """Leave when torchrun is gone: nobody would know of the ranks, nor end them if one fails."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    print("Error: torchrun is gone, so its ranks leave; --resume goes on from the newest checkpoint.",
-          file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def out_of_memory(error: Exception) -> str:
-    """What to do if a GPU's memory was not enough, for torch or for vLLM as it starts or wakes. Else empty.
-
-    vLLM's allocator raises a plain RuntimeError, and so may NCCL."""
-    at_start = isinstance(error, ValueError) and DOING[0] == "starting vLLM" and "memory" in str(error)
-    if not at_start and not (isinstance(error, RuntimeError) and "out of memory" in str(error)):
-        return ""
-    remedy = "give a smaller --micro_tokens, --gradient_checkpointing on, or --offload optimizer"
-    if DOING[0] in ("starting vLLM", "sync", "sample", "evaluate"):
-        remedy = "a smaller --gpu_memory leaves more to the trainer, a larger one more to vLLM"
-    if DOING[0] == "embed":
-        remedy = "give a smaller --embedder, or --offload optimizer"
-    reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
-    return (f"the GPU's memory was not enough ({DOING[0]}: {reason}); {remedy}. --plan shows what takes it; "
-            "--resume goes on from the newest checkpoint.")
-
-
-def unreadable(error: Exception, args) -> str:
-    """What failed while data or a model were read, or a file of the run was written; else empty."""
-    of_disk = isinstance(error, OSError) and (error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-                                              or DOING[1] and str(DOING[1]) in str(error.filename))
-    if not of_disk and not DOING[0].startswith(("reading", "loading", "starting vLLM")):
-        return ""
-    blamed = f"--model is '{args.model}', but " if DOING[0] in ("loading", "starting vLLM") else ""
-    doing = f"writing to {DOING[1]}" if of_disk and not DOING[0].startswith("reading") else DOING[0]
-    return blamed + failed(doing, error)
-
-
-def in_script(error: Exception) -> str:
-    """The innermost line of the script, or of a function that it handed over, that met this error."""
-    engine = Path(__file__).parent
-    others = (Path(os.__file__).parent, Path(tyro.__file__).parents[1], engine, engine.parent / "common.py")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(tuple(map(str, others)))]
-    where = [f"{Path(frame.filename).name}, line {frame.lineno}: `{frame.line}`" for frame in own]
-    return failed(where[-1], error) if where else ""
-
-
-def failed(what: str, error: Exception) -> str:
-    """One sentence; the traceback goes to a file, of the run if there is one and its disk takes it."""
-    for folder in filter(None, (DOING[1], tempfile.gettempdir())):
-        log = Path(folder) / f"traceback-{os.getpid()}.txt"
-        with contextlib.suppress(OSError):
-            log.write_text(traceback.format_exc(), encoding="utf-8")
-            break
-    return f"{what} failed: {type(error).__name__} {first_line(error)} (traceback: {log})."
-
-
-def leave_after(error: UserError) -> None:
-    """Show the error and exit with code 2."""
-    rank = int(os.environ.get("RANK", 0))
-    if rank:  # most errors are every rank's: rank 0 says so, and torchrun ends the others while they wait
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
-    where = f" on rank {rank}" if rank else ""
-    print(f"Error{where}: {error}", file=sys.stderr, flush=True)
-    leave(2)
 
 
 def leave(code: int) -> None:

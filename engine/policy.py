@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engine import fast
 from engine.base import UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once
-from engine.base import script_line, write_atomically
+from engine.base import write_atomically
 from engine.setup import check_weights
 
 IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
@@ -33,11 +33,11 @@ class Request:
     max_new_tokens: int
 
     def __post_init__(self):
-        """Raises UserError if there is no room for a response."""
+        """Raises ValueError if there is no room for a response."""
         if self.max_new_tokens < 1:
-            raise UserError(f"{script_line()}: a prompt of {len(self.prompt_ids)} tokens leaves its response "
-                            "none; together they have at most --max_prompt_tokens + --max_new_tokens, and "
-                            "the limits of run.sample must be 1 or more.")
+            raise ValueError(f"a prompt of {len(self.prompt_ids)} tokens leaves its response none; together "
+                             "they have at most --max_prompt_tokens + --max_new_tokens, and the limits of "
+                             "run.sample must be 1 or more")
 
 
 @dataclass(eq=False)
@@ -215,13 +215,13 @@ class PlainHead(torch.nn.Module):
 
 
 def one_per_row(name: str, function):
-    """A statistic of `score` that raises UserError if it does not return a number per row."""
+    """A statistic of `score` that raises ValueError if it does not return a number per row."""
     def checked(logp: torch.Tensor) -> torch.Tensor:
         values = function(logp)
         if not isinstance(values, torch.Tensor) or values.shape != logp.shape[:1]:
             got = getattr(values, "shape", type(values).__name__)
-            raise UserError(f"{script_line()}: {name} of policy.score must turn log-probs [rows, V] into a "
-                            f"tensor [rows], here {[len(logp)]}, but returned {got}.")
+            raise ValueError(f"{name} of policy.score must turn log-probs [rows, V] into a tensor [rows], "
+                             f"here {[len(logp)]}, but returned {got}")
         return values.float()
 
     return checked
@@ -239,6 +239,7 @@ class Policy:
                  gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
                  max_length: int = 0, trust_remote_code: bool = False, offload: bool = False, loaded=None):
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
+        self.max_length = max_length
         self.rank, self.ranks = rank_and_ranks()
         self.synced, self.sync_peak = 0, 0.0  # bytes sent to the sampler, GiB taken then; the log resets them
         self.packed = not plain and can_pack(model, max_length, trust_remote_code)
@@ -325,7 +326,12 @@ class Policy:
 
         "old_logp" sets `entropy` [T], too. One forward pass, shared by the ranks; set on all of them.
         name=function sets `name` [T], too: of log-probs of the whole vocabulary [rows, V], a chunk of rows at
-        a time, it makes numbers [rows]. Raises UserError if it returns anything else."""
+        a time, it makes numbers [rows]. Raises ValueError if it returns anything else, or if prompt and
+        response have more tokens than the run plans for."""
+        longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
+        if longest > self.max_length > 0:
+            raise ValueError(f"a prompt with its response has {longest} tokens, but the run plans for at "
+                             f"most {self.max_length}; raise --max_prompt_tokens or --max_new_tokens")
         names = [into, "entropy", *statistics]
         functions = [one_per_row(name, function) for name, function in statistics.items()]
         todo = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -16,10 +17,9 @@ import torch
 
 from engine import checkpoint
 from engine.answers import grading_budget
-from engine.base import UserError, gather, gib_taken, script_line
+from engine.base import UserError, gather, gib_taken, same_on_all_ranks
 from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
-from engine.options import DOING
 from engine.runfolder import RunFolder
 from engine.plan import GIB, OVERHEAD, check_host, cpu_sentence, embedder_of, machine, plan_from_args
 from engine.policy import Rollout
@@ -32,57 +32,56 @@ MEASURED = dict(score="scoring", update="update", embed="embedding")  # phases o
 
 # ------------------------------------------ what scripts hand over -----------------------------------------
 def check_votes(responses: list[Rollout], classes: list[int | None], rewards: torch.Tensor, label) -> None:
-    """Raises UserError if there is not one class (or None) and one finite reward per response, or the label
+    """Raises ValueError if there is not one class (or None) and one finite reward per response, or the label
     is of another type."""
-    n, where = len(responses), f"{script_line()}: run.log_group has"
+    n = len(responses)
     is_tensor = isinstance(rewards, torch.Tensor)
     if not is_tensor or rewards.shape != (n,) or not rewards.is_floating_point():
         got = f"{list(rewards.shape)} of {rewards.dtype}" if is_tensor else type(rewards).__name__
-        raise UserError(f"{where} rewards {got}, but must have a tensor [{n}] of floats, one per response.")
+        raise ValueError(f"rewards must be a tensor [{n}] of floats, one per response, but are {got}")
     if not rewards.isfinite().all():
-        first = int(rewards.isfinite().int().argmin())
-        raise UserError(f"{where} a reward that is {float(rewards[first])}, of response {first} of {n}; "
-                        "every reward must be a finite number.")
+        raise ValueError(f"every reward must be a finite number, but they are {rewards.tolist()}")
     of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
     if not of_type or len(classes) != n:
-        raise UserError(f"{where} classes {repr(classes)[:80]}, but must have a list of {n}, a whole number "
-                        "or None (no answer) per response.")
+        raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per response, "
+                         f"but are {repr(classes)[:80]}")
     if label is not None and not isinstance(label, (int, dict)):
-        raise UserError(f"{where} the label {repr(label)[:80]}, but must have the class taken as right, a "
-                        "whole number, or {class: weight}, or None.")
+        raise ValueError(f"label must be the class taken as right, or {{class: weight}}, or None, but is "
+                         f"{repr(label)[:80]}")
 
 
 def check_answer(answer: str | None, read_answer) -> str | None:
-    """The same. Raises UserError if it is neither text nor None, but whatever read_answer returned."""
+    """The same. Raises TypeError if it is neither text nor None, but whatever read_answer returned."""
     if answer is not None and not isinstance(answer, str):
-        name = getattr(read_answer, "__name__", "read_answer")
-        raise UserError(f"{name}, given to common.Run as read_answer, must return text or None (no answer), "
-                        f"but returned {repr(answer)[:80]}.")
+        raise TypeError(f"{read_answer} must return text or None (no answer), but returned {answer!r}")
     return answer
 
 
 def check_trained(train: list[Rollout]) -> None:
-    """Raises UserError if a response has no finite advantage or a mask that is not its own."""
+    """Raises ValueError if a response has no finite advantage or a mask that is not its own, or if the ranks
+    have different batches."""
     for response in train:
         size, advantage = len(response.response_ids), response.advantage
         if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
-            raise UserError(f"{script_line()}: run.minibatches has a response with advantage {advantage!r}; "
-                            "set response.advantage to a finite number for all that is trained (of a tensor: "
-                            ".tolist()).")
+            raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "
+                             "finite number for all that is trained (of a tensor: .tolist())")
         if response.mask is not None and response.mask.shape != (size,):
-            raise UserError(f"{script_line()}: run.minibatches has a response of {size} tokens with a mask "
-                            f"{list(response.mask.shape)}; response.mask must have 1 or 0 for each token.")
+            raise ValueError(f"a response of {size} tokens has a mask {list(response.mask.shape)}; "
+                             "response.mask must have 1 or 0 for each token")
+    ids = hashlib.blake2b(repr([r.response_ids for r in train]).encode()).digest()
+    advantages = torch.tensor([r.advantage for r in train])
+    for other_ids, others in gather((ids, advantages)):
+        if other_ids != ids or not torch.allclose(advantages, others, rtol=1e-4):
+            raise ValueError("the ranks have different batches: every rank must compute the same responses "
+                             "and advantages, from all responses, without its rank, process id, clock or own "
+                             "random numbers")
 
 
 def check_state(state: dict) -> None:
-    """Raises UserError if a checkpoint would not give run.state back as it is."""
-    try:
-        same = json.loads(json.dumps(state)) == state
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise UserError(f"{script_line()}: run.state is {repr(state)[:80]}, but must hold what JSON keeps: "
-                        "text as keys, and lists, dicts, text, numbers, True, False, None.")
+    """Raises ValueError if a checkpoint would not give run.state back as it is."""
+    if json.loads(json.dumps(state)) != state:
+        raise ValueError(f"run.state is {repr(state)[:80]}, but must hold what JSON keeps: text as keys, and "
+                         "lists, dicts, text, numbers, True, False, None")
 
 
 class Plumbing:
@@ -114,10 +113,10 @@ class Plumbing:
         if args.plain:
             self.engine = "plain"
         self._check_plan()
+        same_on_all_ranks({f"--{name}": value for name, value in vars(args).items()})
         self.folder = RunFolder(args, self.rank, self.world_size, self.device, self._disk_bytes(),
-                                identity(self.problems, model_path))
+                                identity(self.problems, self.benchmarks, self.stop_ids))
         self.say, self.out = self.folder.say, self.folder.path
-        DOING[1] = self.out
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
         if self.plan and self.engine == "vllm":
@@ -172,7 +171,7 @@ class Plumbing:
         if self.problems and len(self.problems) < args.prompts_per_batch:
             raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
                             f"{len(self.problems)}, the problems of --dataset: a batch holds none twice.")
-        if getattr(args, "labels", "") == "gold":
+        if self.trains and args.labels == "gold":
             if not self.problems or any(p.answer is None for p in self.problems):
                 raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold "
                                 "answer.")
@@ -183,7 +182,6 @@ class Plumbing:
                 raise UserError(f"{name} (Dynamic RL: --question_prompt) has {len(ids)} tokens, more than "
                                 f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
         self.count_steps()
-        DOING[0] = "start-up"
 
     def count_steps(self) -> None:
         """Rollout batches of the whole run: --steps, else those of --epochs."""
@@ -195,7 +193,6 @@ class Plumbing:
     def _load(self, name: str, train: bool = False) -> list[Problem]:
         """Problems with their prompts. Overlong ones: left out of training, without one in evaluation."""
         args, quiet = self.args, int(os.environ.get("RANK", 0)) != 0
-        DOING[0] = f"reading {name}"
         flag = "--dataset" if train else "--eval" if self.trains else "--benchmarks"
         fields = (args.question_field, args.answer_field) if train or not self.trains else ("", "")
         try:
@@ -227,18 +224,15 @@ class Plumbing:
     # -- around the loop -------------------------------------------------------------------------------------
     def start(self) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
-        DOING[0] = f"reading {self.out}"
         if self.args.resume:
-            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say,
-                                                  self.folder.name)
+            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say)
             self.first_step = done + 1
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
-        DOING[0] = "start-up"
         if self.first_step == 1 and self.benchmarks:
-            self.announce("evaluate", f"Evaluating the initial model on {', '.join(self.benchmarks)}")
+            self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())
         self.sampler.sleep()  # until the first sync; after --resume, Adam is there
 
@@ -251,22 +245,18 @@ class Plumbing:
 
     def begin_step(self, step: int) -> None:
         """Forget what the last step left for the log. Step 0: before the first."""
-        self.step, self.began, self.seconds, self.running = step, time.time(), {}, None
+        self.step, self.began, self.seconds, self.running = step, time.monotonic(), {}, None
+        self.sampled = set()  # ids of the prompts that were sampled in this step
         self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
         self.logp_diff, self.tokens, self.measured = {}, Counter(), {}
         if step:
             self.policy.synced, self.policy.sync_peak = 0, 0.0
 
-    def announce(self, what: str, sentence: str) -> None:
-        """A line for what takes minutes on a GPU and is silent."""
-        DOING[0] = what
-        self.say(f"{sentence} ...")
-
     def phase(self, name: str | None) -> None:
         """The time from here to the next call is logged as seconds/name."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.time()
+        now = time.monotonic()
         if self.running:
             last, since = self.running
             self.seconds[last] = self.seconds.get(last, 0.0) + now - since
@@ -275,7 +265,6 @@ class Plumbing:
             if last == "embed" and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # else the next phase would be measured with the embedder
         self.running = (name, now) if name else None
-        DOING[0] = name or "the end of a step"
 
     def measure(self, phase: str) -> None:
         """Log what is taken of the GPU at the end of a phase of the plan; torch keeps what it once took."""
@@ -285,7 +274,7 @@ class Plumbing:
     def finish(self) -> None:
         """Final model, the first and last evaluation side by side, where the time went, curves."""
         fall_back = partial(checkpoint.save, self.out, self.total_steps, self.policy, self.optimizer,
-                            self.args.keep, self.state, self.folder.name)
+                            self.args.keep, self.state)
         self.folder.save_model(self.policy, self.tokenizer, None if self.args.checkpoint_every else fall_back)
         self.folder.finish()
 
@@ -303,7 +292,7 @@ class Plumbing:
         """Keep a prompt's votes for the log.
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
-        Raises UserError if there is not one class and one finite reward per response."""
+        Raises ValueError if there is not one class and one finite reward per response."""
         check_votes(responses, classes, rewards, label)
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
@@ -338,14 +327,16 @@ class Plumbing:
                             f"(--max_bad_steps); the last good checkpoint is {checkpoint.newest(self.out)}.")
 
     def end_step(self, extra: dict[str, float] | None = None) -> None:
-        """Log the step, evaluate and save when due, obey signals. extra: metrics of the script's own."""
-        args, last = self.args, self.step == self.total_steps
+        """Log the step, evaluate and save when due, obey signals. extra: metrics of the script's own.
+
+        Raises TypeError or ValueError if one of them is no number or has a name of the run's own metrics."""
+        args, last, extra = self.args, self.step == self.total_steps, extra or {}
         self.phase(None)
         check_state(self.state)
         trained = set(self.trained)
         for group in self.groups:  # a script may leave prompts out of the update
             group["trained"] = {i for i in group["trained"] if group["responses"][i] in trained}
-        metrics = step_metrics(self.groups) | (extra or {})
+        metrics = step_metrics(self.groups)
         for name in self.updates[0] if self.updates else []:
             metrics[name] = mean(update[name] for update in self.updates)
         metrics |= self.logp_diff | dict(lr=self.learning_rate(), skipped_updates=self.skipped)
@@ -358,7 +349,7 @@ class Plumbing:
             self.sampler.sleep()  # beside its KV cache saving and the next sync may not fit
             self.phase(None)
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        metrics["seconds/step"] = time.time() - self.began
+        metrics["seconds/step"] = time.monotonic() - self.began
         for name, count in self.tokens.items():
             metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
         metrics["sync_gib"] = self.policy.synced / GIB
@@ -371,11 +362,16 @@ class Plumbing:
         if self.device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
-        self.folder.log(self.step, metrics)
+        for name, value in extra.items():
+            if not isinstance(value, int | float):
+                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
+                                ".item())")
+            if name in metrics:
+                raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
+        self.folder.log(self.step, metrics | extra)
         stop = max(gather(self.stop_signal))
         if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
-            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state,
-                            self.folder.name)
+            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state)
         if stop and not last:
             self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
                      f"--resume --out {self.out}")

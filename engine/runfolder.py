@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from engine import checkpoint
-from engine.base import UserError, gather, seed_of, write_atomically
+from engine.base import UserError, gather, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import bytes_on_disk, describe
 from engine.sizes import GIB
@@ -23,8 +24,8 @@ class RunFolder:
 
     def __init__(self, args, rank: int, ranks: int, device, disk_bytes: int, identity: dict):
         """disk_bytes: what the run's checkpoints and final model take at most. identity: setup.identity's."""
-        self.identity = identity
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
+        self.identity, self.before, self.record = {}, {}, {}
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
         error = None
@@ -34,14 +35,31 @@ class RunFolder:
             error = f"--out is '{self.path}', which cannot be written: {e.strerror}."
         if error := gather(error)[0]:
             raise UserError(error)
-        self.name = gather(identity.get("run"))[0]  # which the run's checkpoints bear
+        self.identify(identity)
+
+    def identify(self, content: dict[str, str]) -> None:
+        """Keep in run.json what all ranks must share, and a resumed run with the one before it.
+
+        Raises UserError, naming the entry, if they do not."""
+        same_on_all_ranks(content)
+        other = [name for name, value in content.items() if self.before.get(name, value) != value]
+        if other := gather(other)[0]:
+            raise UserError(f"--resume: {other[0]} differs from what the run in '{self.path}' had; start a "
+                            "new run.")
+        self.identity |= content
+        if self.rank == 0:
+            record = self.record | dict(identity=self.identity)
+            write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
     def _open(self, ranks: int, device, disk_bytes: int) -> str | None:
-        """Lock the folder and write run.json, before anything slow. Returns what is wrong."""
+        """Lock the folder and look at the run in it, before anything slow. Returns what is wrong."""
         out = self.path
         ours = (out / "run.json").exists()
         if self.args.resume and not ours:
             return f"--resume: there is no run in '{out}' to go on with."
+        for path in out.rglob("*"):
+            if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
+                return f"--out is '{out}', which holds the link '{path.name}'; remove it."
         results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json",
                    "generations.jsonl", "curves.png", "report.html", "final.partial", "run.json.partial",
                    "initial_votes.jsonl", "tensorboard")
@@ -63,27 +81,18 @@ class RunFolder:
             # the system lets go of it when this process dies, however it dies
             self.lock = (out / "lock").open("a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if another := self._identify():
-                return f"--resume: the run in '{out}' {another}; start a new run."
-            record = describe(self.args, ranks, device) | dict(identity=self.identity)
-            write_atomically(out / "run.json", json.dumps(record, indent=1))
-            self._keep_script(Path(sys.argv[0]), out / "script.py")
         except BlockingIOError:
             return f"--out is '{out}', in which another process is running; give another folder."
+        except OSError as error:
+            if error.errno != errno.ENOSYS:  # some network file systems have no locks
+                raise
+        self.record = describe(self.args, ranks, device)
+        if self.args.resume:
+            run = read_run(out)
+            self.before = run["identity"]
+            self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
+        self._keep_script(Path(sys.argv[0]), out / "script.py")
         return None
-
-    def _identify(self) -> str:
-        """Name the run, as the one resumed was named. Returns what that one has that this one has not."""
-        before = read_run(self.path).get("identity") if self.args.resume else {}
-        if not isinstance(before, dict):
-            self.say("Warning: this run was begun by an older version: it cannot be checked that --dataset "
-                     "and --model hold what they held then.")
-            before = {}
-        self.identity["run"] = before.get("run") or os.urandom(8).hex()
-        if before.get("problems", self.identity["problems"]) != self.identity["problems"]:
-            return "had other problems (--dataset) or other prompts of them"
-        same_model = before.get("model", self.identity["model"]) == self.identity["model"]
-        return "" if same_model else "had other weights in --model"
 
     def _keep_script(self, script: Path, kept: Path) -> None:
         """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""

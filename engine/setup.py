@@ -215,25 +215,23 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def identity(problems: list, model_path: str) -> dict[str, str]:
-    """Digests of what a run must have in common with the one it resumes, beside script and seed.
+def digest(value) -> str:
+    return hashlib.blake2b(repr(value).encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
-    Of a model of the Hub its commit, of each file in a folder its size and 64 pieces: all of it may be 60 GB,
-    which would take minutes to read."""
-    prompts = [(problem.prompt_ids, problem.answer) for problem in problems]
-    folder = Path(cached_file(model_path, "config.json")).parent
-    local = Path(model_path).is_dir()
-    weights = hashlib.blake2b(b"" if local else folder.name.encode(), digest_size=16)
-    for file in sorted(folder.iterdir()) if local else []:
-        if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
-            continue
-        size = file.stat().st_size
-        with file.open("rb") as bytes_of:
-            for start in range(0, size, size // 64 + 1):
-                bytes_of.seek(start)
-                weights.update(f"{file.name} {size}".encode() + bytes_of.read(2**14))
-    return dict(model=weights.hexdigest(),
-                problems=hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest())
+
+def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, str]:
+    """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
+    found = {"the stop tokens of --model": digest(stop_ids)}
+    data = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
+    for flag, part in data.items():
+        found[f"the data of {flag}"] = digest([(problem.prompt_ids, problem.answer) for problem in part])
+    return found
+
+
+def weights_digest(model) -> str:
+    """Of the first numbers of every parameter: the same for the same weights, in whatever folder or file."""
+    parameters = model.named_parameters()
+    return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
 
 
 def describe(args, ranks: int, device) -> dict:

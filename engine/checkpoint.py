@@ -116,11 +116,11 @@ def reason_of(error: BaseException) -> str:
     return first_line(error)
 
 
-def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
+def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple[int, dict]:
     """Load the newest checkpoint that is complete and undamaged.
 
-    Its step and the script's own state, the same on all ranks; (0, {}) for a run that made no step. Raises
-    UserError if the run made steps, but has no such checkpoint, or if it is of another model."""
+    Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
+    (every: steps between checkpoints). Raises UserError if one was, or if it is of another model."""
     rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
         step, script, error = 0, {}, None
@@ -148,8 +148,9 @@ def restore(run_folder: Path, policy, optimizer, say=print) -> tuple[int, dict]:
         say(f"Resumed from {folder}")
         return step, script
     log = run_folder / "metrics.jsonl"
-    steps = log.exists() and re.search(r'"step":[1-9]', log.read_text(encoding="utf-8", errors="replace"))
-    if steps or (run_folder / "final").exists():
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    made = max(map(int, re.findall(r'"step":(\d+)', text)), default=0)  # logged before its checkpoint
+    if made > every or complete(run_folder) or (run_folder / "final").exists():
         raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
                         "start a new run in another --out.")
     return 0, {}

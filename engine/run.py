@@ -225,7 +225,8 @@ class Plumbing:
     def start(self) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
         if self.args.resume:
-            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer, self.say)
+            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer,
+                                                  self.args.checkpoint_every, self.say)
             self.first_step = done + 1
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may

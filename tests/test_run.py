@@ -23,6 +23,7 @@ import pytest
 import torch
 from conftest import (
     ROOT, SMALL, fresh_state, random_rollouts, read_lines, run_toy, toy_args, toy_of, untimed)
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import common
@@ -291,23 +292,80 @@ def test_slow_answers_of_all_problems_share_a_minute(tmp_path, monkeypatch):
     assert {budget.slow_left for budget in budgets} == {60}
 
 
-def test_without_a_usable_checkpoint_it_starts_anew(tmp_path, interrupted, whole, capfd):
+@pytest.mark.parametrize("left", ["metrics.jsonl", "final"])
+def test_progress_without_a_usable_checkpoint_is_thrown_away(tmp_path, interrupted, whole, left):
     out = tmp_path / "run"
-    shutil.copytree(interrupted, out)
+    shutil.copytree(whole if left == "final" else interrupted, out)
+    if left == "final":
+        (out / "metrics.jsonl").unlink()
     for folder in (out / "checkpoints").iterdir():
         corrupt(folder)
-    run_toy(ttrl, out, **STEPS, resume=True)
-    printed = capfd.readouterr().out
-    assert printed.count("is not usable") == 2
-    assert f"No usable checkpoint in {out}: starting from step 1." in printed
-    assert metrics_of(out) == metrics_of(whole)
+    kept = (out / left).stat().st_mtime_ns
+    with pytest.raises(UserError, match="has made steps, but has no usable checkpoint; start a new run"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert (out / left).stat().st_mtime_ns == kept
 
 
-def test_a_checkpoint_of_another_model_is_one_sentence(tmp_path, llama):
-    run_toy(ttrl, tmp_path / "run", steps=1, checkpoint_every=1)
-    with pytest.raises(UserError, match="had other weights in --model; start a new run") as error:
-        run_toy(ttrl, tmp_path / "run", steps=2, resume=True, model=str(llama))
-    assert "\n" not in str(error.value)
+def test_damaged_checkpoints_push_out_the_good_one(tmp_path, interrupted):
+    """With --keep 1, the newest two damaged: what the resumed run saves next stays."""
+    out = tmp_path / "run"
+    shutil.copytree(interrupted, out)
+    good, damaged = out / "checkpoints/step_00000003", out / "checkpoints/step_00000004"
+    shutil.copytree(damaged, out / "checkpoints/step_00000009")
+    corrupt(damaged)
+    corrupt(out / "checkpoints/step_00000009")
+    run_toy(ttrl, out, **STEPS | dict(steps=4), keep=1, resume=True)
+    assert checkpoint.complete(out) == [damaged] and not good.exists()
+    assert damaged.joinpath("state.json").exists()
+    run_toy(ttrl, out, **STEPS, keep=1, resume=True)  # it is whole now
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ("weights", "the weights of --model"), ("problems", "the data of --dataset"),
+    ("eval", "the data of --eval"), ("stop", "the stop tokens of --model")])
+def test_a_run_goes_on_with_other_content_under_the_same_names(tmp_path, change, sentence):
+    model, data, bench = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "bench.jsonl"
+    shutil.copytree(ROOT / "toy", model)
+    for path in (data, bench):
+        path.write_text("".join((ROOT / "toy/train.jsonl").read_text().splitlines(keepends=True)[:8]))
+    flags = dict(model=str(model), dataset=str(data), eval=str(bench), eval_samples=1, checkpoint_every=1)
+    run_toy(ttrl, tmp_path / "run", **flags, steps=1)
+    shutil.move(model, tmp_path / "moved")  # content counts, not its place
+    flags["model"] = str(tmp_path / "moved")
+    run_toy(ttrl, tmp_path / "run", **flags, steps=2, resume=True)
+    if change == "weights":
+        weights = load_file(tmp_path / "moved/model.safetensors")
+        weights["model.norm.weight"] += 0.1
+        save_file(weights, tmp_path / "moved/model.safetensors", metadata={"format": "pt"})
+    elif change == "stop":
+        (tmp_path / "moved/generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    else:
+        path = data if change == "problems" else bench
+        path.write_text(path.read_text().replace('"answer": "', '"answer": "1', 1))
+    with pytest.raises(UserError, match=f"{sentence}.* differs from what the run in .* had; start a new run"):
+        run_toy(ttrl, tmp_path / "run", **flags, steps=3, resume=True)
+
+
+def test_a_resumed_run_forgets_how_it_was_started(tmp_path):
+    run_toy(ttrl, tmp_path / "run", steps=1, checkpoint_every=1, lr=1e-4)
+    for steps in (2, 3):
+        run_toy(ttrl, tmp_path / "run", steps=steps, checkpoint_every=1, lr=1e-4 * steps, resume=True)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    starts = [*record["before"], record]
+    assert [start["args"]["lr"] for start in starts] == pytest.approx([1e-4, 2e-4, 3e-4])
+    assert all("versions" in start and "git" in start for start in starts)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json.partial", "checkpoints/step_00000005"])
+def test_a_link_in_a_strangers_folder_is_written_through(tmp_path, interrupted, name):
+    out, victim = tmp_path / "run", tmp_path / "victim"
+    shutil.copytree(interrupted, out)
+    victim.write_text("mine")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(victim)
+    with pytest.raises(UserError, match=f"holds the link '{Path(name).name}'; remove it"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert victim.read_text() == "mine"
 
 
 class Payload:
@@ -418,7 +476,8 @@ def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
 def a_run_of(folder, module=ttrl, **saved):
     """A folder with the run.json of a script's toy run."""
     args = vars(module.Args(**{**toy_of(module), **saved, "out": str(folder)}))
-    (folder / "run.json").write_text(json.dumps(dict(script=module.__name__, args=args)))
+    record = dict(script=module.__name__, args=args, identity={"data": "1"})
+    (folder / "run.json").write_text(json.dumps(record))
     return folder
 
 
@@ -447,13 +506,10 @@ def test_a_moved_folder_is_written_where_it_is_now(tmp_path, monkeypatch):
     assert parse(monkeypatch, "ttrl", "--resume", "--out", tmp_path / "moved").out == str(tmp_path / "moved")
 
 
-@pytest.mark.parametrize("flag, value, was", [("model", "other/model", ""), ("dataset", "aime24", "toy")])
-def test_resume_refuses_another_model_or_dataset(tmp_path, monkeypatch, flag, value, was):
+def test_resume_refuses_another_seed(tmp_path, monkeypatch):
     a_run_of(tmp_path)
-    with pytest.raises(UserError) as error:
-        parse(monkeypatch, "ttrl", "--resume", "--out", tmp_path, f"--{flag}", value)
-    expected = f"--{flag} is '{value}', but the run in {tmp_path} has '{was}'; start a new run."
-    assert str(error.value) == expected
+    with pytest.raises(UserError, match=f"--seed is 2, but the run in {tmp_path} has 1; start a new run."):
+        parse(monkeypatch, "ttrl", "--resume", "--out", tmp_path, "--seed", "2")
 
 
 def test_trust_in_remote_code_is_never_taken_from_a_folder(tmp_path, monkeypatch, capsys):
@@ -497,8 +553,8 @@ def test_resume_without_a_folder_or_a_run_in_it_is_refused(tmp_path, monkeypatch
     ("null", "it is damaged"),
     ("{}", "it is damaged"),
     ('{"script": "ttrl"}', "it is damaged"),
-    ('{"script": 3, "args": {}}', "it lacks the script or its arguments"),
-    ('{"script": "ttrl", "args": [1]}', "it lacks the script or its arguments"),
+    ('{"script": 3, "args": {}}', "it lacks the script, its arguments or its identity"),
+    ('{"script": "ttrl", "args": {}, "identity": {}}', "it lacks the script, its arguments or its identity"),
     (b"\xff\xfe\x00", "it is damaged")])
 def test_a_damaged_run_json_is_one_sentence(tmp_path, monkeypatch, text, words):
     (tmp_path / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -787,6 +843,11 @@ def test_seeds_derive_from_step_and_problem_alone(tmp_path):
     assert [r.seed for r in seen] == [seed_of(1, 5, problem.id) for problem in problems]
     # a limit never passes the context that was planned for: 128 prompt tokens + 8 new ones
     assert [r.max_new_tokens for r in seen] == [8, 4, 136 - len(problems[2].prompt_ids)]
+    with pytest.raises(ValueError, match="was sampled in this step already"):
+        run.sample(problems[1:2], 2)
+    with pytest.raises(ValueError, match="shorter|longer"):  # a limit for each prompt
+        run.sample(run.problems[3:5], 2, limits=[8])
+    run.sampled.clear()
     (alone,) = run.sample(problems[1:2], 2, limits=[4])
     assert [r.response_ids for r in alone] == [r.response_ids for r in both[1]]
     assert all(r.text == run.tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in both[0])

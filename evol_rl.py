@@ -8,8 +8,7 @@ dull response of a strong majority has a negative advantage, but nearly equal te
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
-               mean_i: mean cosine to the others of i's block (the majority, or all minority answers together),
-               of all N responses (the paper writes G)
+               mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
                max_i: largest cosine to any other response of the prompt (ours: valid ones)
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)

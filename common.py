@@ -103,7 +103,7 @@ class Args:
     num_minibatches: Count = 8
     """Optimizer steps per rollout batch (EVOL-RL Table 3, TTRL's released code: one per prompt's worth)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """What an optimizer step holds. mixed: all prompts. by_prompt: one after the other (released codes)."""
+    """What an optimizer step holds. mixed: all prompts. by_prompt: one after the other (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
     """Ratios are clipped at 1 - clip_low (TTRL's released code) ..."""
     clip_high: NonNegativeOrInf = 0.2

@@ -8,7 +8,8 @@ text and in answer, from the other questions of the batch: else the questions be
     label                l(q) = most frequent answer of the m solutions of q, r(q) = its votes      (Eq. 4, 5)
     solution reward      R_s = 1[answer = l(q)],   p(q) = r(q) / m                                  (Eq. 6, 7)
     question reward      R_q = p / tau if p <= tau, (1 - p) / (1 - tau) if p > tau                     (Eq. 8)
-    question diversity   R_dq = 1 / sum_i S_q(q, q_i),   S_q = share of same-token positions      (Eq. 10, 11)
+    question diversity   R_dq = 1 / sum_i S_q(q, q_i), q itself among them: at most 1             (Eq. 10, 11)
+                         S_q = share of same-token positions
     answer diversity     R_da = 1 / number of questions of the batch with the same label              (Eq. 12)
     filtering            R_q = R_s = 0, R_dq and R_da stay: proofs, several questions in one, with a solution
     advantages           A_q = lambda_q z(R_q) + lambda_dq z(R_dq) + lambda_da z(R_da)                (Eq. 14)

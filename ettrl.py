@@ -140,7 +140,7 @@ def clip_advantages(advantages: torch.Tensor, beta: float = 2.0) -> torch.Tensor
 
 
 def to_train(run, prompts: list[Problem], groups: list[list[Rollout]], args: Args) -> list[Rollout]:
-    """The seeded random G of every prompt's leaves that the loop will train."""
+    """The seeded random G of every prompt's leaves; step 3 draws the same, by seed, step and prompt alone."""
     chosen = []
     for prompt, responses in zip(prompts, groups):
         chosen += [responses[i] for i in run.subset(len(responses), args.train_samples, prompt)]
@@ -169,9 +169,9 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
     for i, trunks in enumerate(groups):
         forks_of_prompt.append([])
         for m, trunk in enumerate(trunks):
-            scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
+            minus_scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
             end = {len(trunk.response_ids) - 1} if trunk.finished else None
-            forks_of_prompt[i] += [Fork(i, m, t) for t in fork_points(scores.tolist(), args.forks, end)]
+            forks_of_prompt[i] += [Fork(i, m, t) for t in fork_points(minus_scores.tolist(), args.forks, end)]
     return [fork for row in zip_longest(*forks_of_prompt) for fork in row if fork]
 
 

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
         --preset evol_rl
 
-A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt. A flag given
-beside one wins over it.
+A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt; what is right is
+decided in our way always. A flag given beside one wins over it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRESETS = {
     "scrl": SIXTEEN | dict(prompt="suffix"),  # section 4.1; Qwen2.5-Math: --prompt system
     "restrain": SIXTEEN | dict(max_new_tokens=4096),  # D.2
     "ettrl": SIXTEEN,  # the tables' values are averages of 16, though section 4 says greedy
-    "dynamic_rl": SIXTEEN | dict(top_k=20),  # section 3.1
+    "dynamic_rl": SIXTEEN | dict(top_k=20),  # section 3.1; its MATH500 values fit one response
     "greedy": SIXTEEN | dict(samples=1, temperature=0.0, top_p=1.0),
     "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128),  # as it is trained
     "smollm2": dict(SIXTEEN, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"])}

@@ -3,7 +3,8 @@
 The idea: majority drives selection, novelty promotes variation. Rewarding agreement alone collapses entropy:
 responses grow short and alike. So every response of the majority is still rewarded above every other one, but
 within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
-upper clip and an entropy bonus keep them.
+upper clip and an entropy bonus keep them. A block always takes its whole band, however alike its texts are: a
+dull response of a strong majority has a negative advantage, but nearly equal texts are ranked by noise.
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
@@ -19,8 +20,9 @@ upper clip and an entropy bonus keep them.
 Why it works, a worked example, the rows of the tables as commands: docs/evol_rl.md.
 
     python evol_rl.py                                                                  # the toy, on a laptop
-    python evol_rl.py --model Qwen/Qwen3-1.7B-Base --dataset math500 --eval_every 0    # one GPU
-    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --eval aime25
+    python evol_rl.py --model Qwen/Qwen3-1.7B-Base                                     # one GPU
+    torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --eval aime25 \\
+        --eval_every 200
 
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
 """
@@ -38,6 +40,8 @@ from engine.embedder import Embedder
 
 @dataclass
 class Args(common.Args):
+    dataset: str = "math500"
+    """A row of Table 1; 3 epochs are 186 batches. (AIME24: 60 epochs, docs/evol_rl.md.)"""
     labels: Literal["majority", "gold"] = "majority"
     """majority: EVOL-RL. gold: correct responses take the majority's place, the RLVR variant of Figure 4."""
     novelty: bool = True
@@ -47,13 +51,15 @@ class Args(common.Args):
     embedder: str = "Qwen/Qwen3-Embedding-4B"
     """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: our '-ClipHigh', Table 2."""
+    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: '-ClipHigh' of Table 2."""
     entropy_coef: common.NonNegative = 0.003
     """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288
     """Length limit of a response (section 3.1)."""
     epochs: common.CountOrZero = 3
-    """Passes over the problems (released code: 3)."""
+    """Passes over the problems (released code: 3, over an AIME24 file that has each problem 16 times)."""
+    eval_every: common.CountOrZero = 0
+    """Ours, 0: at start and end only, for one evaluation of MATH-500 samples a sixth of what training does."""
     eval_samples: common.Count = 32
     """Responses per problem (Table 1)."""
     eval_top_k: common.CountOrZero = 20
@@ -88,10 +94,10 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
-    """([N] answer classes, None if invalid; the class of the upper band). EVOL-RL, A.2.
+    """([N] answer classes, None if invalid; the class rewarded with 0.5 to 1). EVOL-RL, A.2.
 
-    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): the gold
-    answer's class is the upper band, -1 if nobody gave it; a verifier does not ask for digits, so the right
+    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): that is the
+    gold answer's class, -1 if nobody gave it; a verifier does not ask for digits, so the right
     answer is valid without one."""
     classes = common.answer_classes(problem, responses)
     gold = None
@@ -124,7 +130,7 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
     """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
 
     Two cases are the released code's: alone in its block, u~ is 1 (A.3 gives 0); all equally
-    novel, u~ is 0.5 (A.3 gives 0)."""
+    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours."""
     if len(block) < 2:
         return torch.ones(len(block))
     u = novelty(similarity, block, valid, alpha)

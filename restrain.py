@@ -1,8 +1,8 @@
 """RESTRAIN: From Spurious Votes to Signals (Yu et al. 2025, arXiv:2510.02172).
 
 The idea: a wrong majority label does more harm than hedging. Take every answer as a pseudo-label, weighted by
-its votes; if fewer than kappa responses agree, push all down; scale a prompt's loss by how sure the initial
-model was of it.
+its votes: a response is pushed up by its own answer's weight, down by those of all others. If fewer than
+kappa responses agree, push all down; scale a prompt's loss by how sure the initial model was of it.
 
     labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
                g(f) = exp(-(f - 1)^2 / (2 sigma^2))                                         (section 2.1, D.2)
@@ -78,7 +78,8 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 def gaussian_weight(f: torch.Tensor, sigma: float, log: bool = False) -> torch.Tensor:
     """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f; [m] -> [m]. RESTRAIN section 2.1; centre 1: D.2.
 
-    Without the 1 / (sigma sqrt(2 pi)) of a density: full agreement weighs 1. At sigma 0 the rest weighs 0.
+    It rises with f, since no share exceeds the centre. Without the 1 / (sigma sqrt(2 pi)) of a density: full
+    agreement weighs 1. At sigma 0 the rest weighs 0.
     log: log g instead, which a tiny sigma does not round to 0; float64.
 
     >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)

@@ -12,7 +12,7 @@ all costs most: -1 (released code).
     H_j, H_bar = means of H_i over the responses with answer j, and over all N                         (Eq. 7)
     positive   y+ = the top answer if p >= tau_pos and p - (second share) > tau_marg, else none        (Eq. 4)
     negative   N- = {j : p_j < tau_neg and H_j >= H_bar}, in our reading without y+                    (Eq. 8)
-    reward     R_i = p(a_i) 1[a_i = y+] + (p(a_i) - tau_neg) 1[a_i in N-] - lambda_h (H(a_i) - H_bar)  (Eq. 9)
+    reward     R_i = p_j 1[j = y+] + (p_j - tau_neg) 1[j in N-] - lambda_h (H_j - H_bar),  j = a_i     (Eq. 9)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high

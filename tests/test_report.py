@@ -513,6 +513,13 @@ def test_lesson_runs():
     place = dict(metadata=dict(path=str(ROOT / "docs")))
     nbclient.NotebookClient(lesson, timeout=120, kernel_name="python3", resources=place).execute()
     check_lesson(printed(lesson))
+    for cell in lesson.cells:  # "Try it": a wrong majority grows, and the right answer loses votes
+        cell.source = cell.source.replace("run.problems[10]", "run.problems[22]")
+    del lesson.cells[15:]
+    nbclient.NotebookClient(lesson, timeout=120, kernel_name="python3", resources=place).execute()
+    assert "label: 46  gold: 4" in printed(lesson)
+    before, after = re.search(r" 46: +(\d+) votes, then +(\d+)", printed(lesson)).groups()
+    assert int(after) > int(before)
 
 
 def printed(lesson) -> str:

@@ -191,7 +191,7 @@ def curves(runs: list[dict]) -> list[dict]:
             points = [[step, float(f"{value:.5g}")] for step, value in found.items()]
             lines.append(points[::math.ceil(len(points) / SHOWN_POINTS) or 1])
         drawn = [points for points in lines if len(points) > 1]
-        # RESTRAIN's rewards sum to 0: nothing to see
+        # RESTRAIN's rewards sum to 0 where no prompt is penalised: nothing to see then
         if any(abs(value) > 1e-6 for _, value in itertools.chain(*drawn)):
             panels.append(dict(title=title, metric=metric, lines=lines))
     return panels

@@ -291,8 +291,6 @@ class Run(Plumbing):
             self.folder.identify({"the weights of --model": weights_digest(loaded)})
             initial = twin(loaded) if args.kl_coef else None  # of the same read
             self.policy = self.load_policy(loaded, trainable=True)
-            self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
-                                               weight_decay=args.weight_decay, fused=True)
             if initial:
                 self.reference = self.load_policy(initial, trainable=False)  # frozen
         self.sampler = self.load_sampler()

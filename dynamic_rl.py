@@ -307,9 +307,11 @@ def reward_questions(questions: list[Question], args: Args, same_answer=None) ->
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+    policy, reference, sampler = run.policy, run.reference, run.sampler
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
+                                  weight_decay=args.weight_decay, fused=True)
 
-    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
     for step in run.steps():
         # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
         run.phase("sync")
@@ -331,7 +333,7 @@ def main(args: Args) -> None:
             if questions:
                 rewards_N = judge_question(questions[prompt.id], responses, classes_N, rewards_N)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=majority(classes_N))
             advantages_G = args.lambda_s * group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
@@ -342,19 +344,16 @@ def main(args: Args) -> None:
         # not one usable question: diversity alone would reward noise, so there is no update
         train = written + train if usable or not questions else []
 
-        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
-        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
         run.phase("score")
-        if args.num_minibatches > 1:
-            policy.score(train, "old_logp", args.temperature)
+        policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
-            reference.score(train, "ref_logp", args.temperature)
+            reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
-        if args.num_minibatches > 1:
-            run.check_sampler(train)
+        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
+        # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
@@ -362,14 +361,12 @@ def main(args: Args) -> None:
             n_questions = sum(response in written for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
-                if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 question_T = micro.per_token([response in written for response in micro.rollouts])  # 1 or 0
                 part_T = question_T * n_questions + (1 - question_T) * (len(minibatch) - n_questions)
@@ -387,9 +384,7 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
-        if args.num_minibatches == 1:
-            run.check_sampler(train)
+        # 7. Log, evaluate, save a checkpoint.
         run.log_sample(questions=[dict(text=q.rollout.text, kept=q.kept, p=q.p, answer=q.answer,
                                        rewards=q.rollout.rewards, advantage=q.rollout.advantage)
                                   for q in questions])

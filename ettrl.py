@@ -28,7 +28,8 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 import math
 from collections import namedtuple
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -139,20 +140,16 @@ def clip_advantages(advantages: torch.Tensor, beta: float = 2.0) -> torch.Tensor
     return advantages.clamp(-beta, beta)
 
 
-def to_train(run, prompts: list[Problem], groups: list[list[Rollout]], args: Args) -> list[Rollout]:
-    """The seeded random G of every prompt's leaves; step 3 draws the same, by seed, step and prompt alone."""
-    chosen = []
-    for prompt, responses in zip(prompts, groups):
-        chosen += [responses[i] for i in run.subset(len(responses), args.train_samples, prompt)]
-    return chosen
-
-
-def entropy_advantages(advantages: torch.Tensor, trained: list[Rollout], args: Args) -> torch.Tensor:
-    """EAR: a trained group's advantages, reshaped by the sampling policy's entropies; [G] -> [G]."""
+def reshape_by_entropy(trained: list[Rollout], args: Args) -> None:
+    """EAR: reshape a trained group's advantages by the sampling policy's entropies."""
+    advantages_G = torch.tensor([response.advantage for response in trained])
     if args.advantage == "res":
         entropies_G = torch.tensor([response.mean(response.entropy) for response in trained])  # Eq. 5
-        return reshape_advantages(advantages, entropies_G, args.alpha, args.beta)
-    return clip_advantages(advantages, args.bound) if args.advantage == "clip" else advantages
+        advantages_G = reshape_advantages(advantages_G, entropies_G, args.alpha, args.beta)
+    elif args.advantage == "clip":
+        advantages_G = clip_advantages(advantages_G, args.bound)
+    for response, advantage in zip(trained, advantages_G.tolist(), strict=True):
+        response.advantage = advantage
 
 
 # indices: of the prompt, of its trunk, of the trunk's token
@@ -164,7 +161,7 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 
     In this order a fork goes to the rank that sampled its trunk, so that its prefix cache still holds it."""
     if args.fork_score == "entropy":
-        run.policy.score([trunk for trunks in groups for trunk in trunks], "old_logp", args.temperature)
+        run.policy.score_old([trunk for trunks in groups for trunk in trunks], args.temperature)
     forks_of_prompt = []
     for i, trunks in enumerate(groups):
         forks_of_prompt.append([])
@@ -212,9 +209,11 @@ def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+    policy, reference, sampler = run.policy, run.reference, run.sampler
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
+                                  weight_decay=args.weight_decay, fused=True)
 
-    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
     for step in run.steps():
         # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
         run.phase("sync")
@@ -227,10 +226,6 @@ def main(args: Args) -> None:
         groups, cost = tree_rollouts(run, prompts, args) if tree else (run.sample(prompts, args.votes), {})
         sampler.sleep()  # gives the GPU's memory to the update
 
-        if args.advantage == "res":  # Eq. 5: the trained responses' entropies [T]; old log-probs by the way
-            run.phase("score")
-            policy.score(to_train(run, prompts, groups, args), "old_logp", args.temperature)
-
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         run.phase("vote")
         train = []
@@ -239,40 +234,38 @@ def main(args: Args) -> None:
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, majority(classes_N))
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=majority(classes_N))
             advantages_G = group_advantages(rewards_N[trained_G])
-            advantages_G = entropy_advantages(advantages_G, [responses[i] for i in trained_G], args)
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
-        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
-        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
         run.phase("score")
-        if args.num_minibatches > 1:
-            policy.score(train, "old_logp", args.temperature)
+        policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
-            reference.score(train, "ref_logp", args.temperature)
+            reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
-        if args.num_minibatches > 1:
-            run.check_sampler(train)
+        # EAR: with the entropies of step 4, the advantages of each prompt's trained responses are reshaped.
+        for _, trained in groupby(train, key=attrgetter("prompt_ids")):
+            reshape_by_entropy(list(trained), args)
 
-        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
+        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        run.check_sampler(train)
+
+        # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
-                if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
@@ -287,9 +280,7 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
-        if args.num_minibatches == 1:
-            run.check_sampler(train)
+        # 7. Log, evaluate, save a checkpoint.
         run.end_step(cost)
     run.finish()
 

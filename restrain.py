@@ -176,13 +176,24 @@ def prompt_weights(run, args: Args) -> dict[int, float]:
     return {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
 
 
+def loss_factor(problem: int, classes: list[int | None], weight_of: dict[int, float], args: Args) -> float:
+    """u, the factor of a prompt's loss: from the initial model's votes (Eq. 5), from these votes, or 1."""
+    if args.prompt_weighting == "none":
+        return 1.0
+    if args.prompt_weighting == "online":
+        return prompt_weight(majority_count(classes), args.votes, args.prompt_sigma)
+    return weight_of[problem]
+
+
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+    policy, reference, sampler = run.policy, run.reference, run.sampler
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
+                                  weight_decay=args.weight_decay, fused=True)
     weight_of = prompt_weights(run, args)
 
-    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
     for step in run.steps():
         # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
         run.phase("sync")
@@ -202,46 +213,40 @@ def main(args: Args) -> None:
             classes_N = common.answer_classes(prompt, responses, args.labels)
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            label = (weighted_labels(classes_N, label_sigma(args))
-                     if majority_count(classes_N) >= args.kappa else None)  # None: penalised
-            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label)
-            online = prompt_weight(majority_count(classes_N), args.votes, args.prompt_sigma)
+            penalised = majority_count(classes_N) < args.kappa
+            label = None if penalised else weighted_labels(classes_N, label_sigma(args))
+            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label=label)
+            u = loss_factor(prompt.id, classes_N, weight_of, args)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
-                responses[i].weight = (1.0 if args.prompt_weighting == "none"
-                                       else weight_of.get(prompt.id, online))
+                responses[i].weight = u
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
 
-        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
-        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
         run.phase("score")
-        if args.num_minibatches > 1:
-            policy.score(train, "old_logp", args.temperature)
+        policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
-            reference.score(train, "ref_logp", args.temperature)
+            reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
-        if args.num_minibatches > 1:
-            run.check_sampler(train)
+        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
+        # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
-                if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 plus_T = micro.per_token([response.plus for response in micro.rollouts])
                 minus_T = micro.per_token([response.minus for response in micro.rollouts])
-                loss_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
+                pg_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # Eq. 6: u, the prompt's weight, scales the KL term, too
                 loss_T = micro.per_token([response.weight for response in micro.rollouts]) * loss_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
@@ -258,9 +263,7 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
-        if args.num_minibatches == 1:
-            run.check_sampler(train)
+        # 7. Log, evaluate, save a checkpoint.
         run.end_step()
     run.finish()
 

@@ -115,15 +115,16 @@ def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: fl
 
 def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
                  tau_marg: float = 0.125, tau_neg: float = 0.125, lambda_h: float = 0.1,
-                 null_reward: float = -1.0, hard: bool = False, **switches) -> torch.Tensor:
+                 null_reward: float = -1.0, hard: bool = False,
+                 labels: tuple[int | None, set[int]] | None = None) -> torch.Tensor:
     """Dynamic rewards [N] from [N] classes and [N] entropies; hard: +1, -1 and 0 instead. SCRL, Eq. 9.
 
-    switches: those of pseudo_labels.
+    labels: y+ and the negatives; None: pseudo_labels with these thresholds.
 
     >>> scrl_rewards([0, 0, 0, 1, None], [0.5, 0.5, 0.5, 1.0, 0.0], tau_neg=0.25, lambda_h=0.5)
     tensor([ 0.6000,  0.6000,  0.6000, -0.3000, -1.0000])
     """
-    positive, negatives = pseudo_labels(classes, entropies, tau_pos, tau_marg, tau_neg, **switches)
+    positive, negatives = labels or pseudo_labels(classes, entropies, tau_pos, tau_marg, tau_neg)
     of_class, average = answer_entropies(classes, entropies)
     reward = {None: null_reward}
     for c, entropy in of_class.items():
@@ -134,19 +135,14 @@ def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: flo
     return torch.tensor([float(reward[c]) for c in classes])
 
 
-def label_options(args: Args) -> dict:
-    """What decides the labels: the thresholds of Eq. 4 and 8, and three switches of Table 3."""
-    return dict(tau_pos=args.tau_pos, tau_marg=args.tau_marg, tau_neg=args.tau_neg,
-                selective_positive=args.selective_positive, negatives=args.negatives,
-                entropy_gate=args.entropy_gate)
-
-
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
-    policy, reference, sampler, optimizer = run.policy, run.reference, run.sampler, run.optimizer
+    policy, reference, sampler = run.policy, run.reference, run.sampler
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
+                                  weight_decay=args.weight_decay, fused=True)
 
-    run.start()  # --resume: back to the newest checkpoint; else evaluate the initial model
+    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
     for step in run.steps():
         # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
         run.phase("sync")
@@ -158,53 +154,52 @@ def main(args: Args) -> None:
         groups = run.sample(prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
 
-        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
+        # Eq. 5: the vote needs the entropies of all N, so they are scored here, before step 3.
         run.phase("score")
-        # Eq. 5: entropies of all N; old log-probs, too
-        policy.score(sum(groups, []), "old_logp", args.temperature)
+        policy.score_old(sum(groups, []), args.temperature)  # sets old_logp and entropy of each response, [T]
+
+        # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
-            positive, negatives = pseudo_labels(classes_N, entropies_N, **label_options(args))
-            rewards_N = scrl_rewards(classes_N, entropies_N, lambda_h=args.lambda_h, **label_options(args),
-                                     null_reward=args.null_reward, hard=not args.dynamic_rewards)
+            positive, negatives = pseudo_labels(classes_N, entropies_N, args.tau_pos, args.tau_marg,
+                                                args.tau_neg, args.selective_positive, args.negatives,
+                                                args.entropy_gate)
+            rewards_N = scrl_rewards(classes_N, entropies_N, tau_neg=args.tau_neg, lambda_h=args.lambda_h,
+                                     null_reward=args.null_reward, hard=not args.dynamic_rewards,
+                                     labels=(positive, negatives))
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, positive, negatives)
+            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=positive,
+                          negatives=negatives)
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
-        # 4. Score: the trainer's own log-probs of the responses under the policy that sampled them (the ratio
-        #    divides by them; a single minibatch: step 6 computes them), and under the frozen initial model.
+        # 4. Score: log-probs under the initial model (for KL).
         run.phase("score")
-        if args.num_minibatches > 1:
-            policy.score(train, "old_logp", args.temperature)
         if reference:
-            reference.score(train, "ref_logp", args.temperature)
+            reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Compare: the sampler must have run this very policy, else stop (a single minibatch: in step 7).
-        if args.num_minibatches > 1:
-            run.check_sampler(train)
+        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        run.check_sampler(train)
 
-        # 6. Update: one optimizer step per minibatch; the ranks share its micro-batches, what fits in memory.
+        # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         run.phase("update")
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
-                if micro.old_logp_T is None:
-                    micro.keep_old_logp(logp_T.detach())  # a single minibatch: ratio 1, gradient grad log pi
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-                loss_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
+                pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = loss_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
@@ -219,9 +214,7 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
             run.log_update(grad_norm)
 
-        # 7. Compare (a single minibatch: log-probs of step 6), log, evaluate, save a checkpoint.
-        if args.num_minibatches == 1:
-            run.check_sampler(train)
+        # 7. Log, evaluate, save a checkpoint.
         run.end_step()
     run.finish()
 

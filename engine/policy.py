@@ -156,12 +156,6 @@ class MicroBatch:
             return None
         return torch.cat(tensors).float().to(self.device)
 
-    def keep_old_logp(self, logp_T: torch.Tensor) -> None:
-        """These log-probs are those of the policy that sampled: the ratio is 1, its gradient is not 0."""
-        self.old_logp_T = logp_T
-        for r, old_logp in zip(self.rollouts, self.old_logp_T.cpu().split(self.sizes)):
-            r.old_logp = old_logp
-
     def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
         """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
         parts = (values_T * self.mask_T / self.length_T).split(self.sizes)
@@ -212,19 +206,6 @@ class PlainHead(torch.nn.Module):
         entropy_T = -(logp.exp() * logp).sum(-1)
         others = [function(logp) for function in statistics]
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
-
-
-def one_per_row(name: str, function):
-    """A statistic of `score` that raises ValueError if it does not return a number per row."""
-    def checked(logp: torch.Tensor) -> torch.Tensor:
-        values = function(logp)
-        if not isinstance(values, torch.Tensor) or values.shape != logp.shape[:1]:
-            got = getattr(values, "shape", type(values).__name__)
-            raise ValueError(f"{name} of policy.score must turn log-probs [rows, V] into a tensor [rows], "
-                             f"here {[len(logp)]}, but returned {got}")
-        return values.float()
-
-    return checked
 
 
 # ------------------------------------------------------ the policy ------------------------------------------
@@ -320,36 +301,38 @@ class Policy:
                 shortest = min(range(len(rollouts)), key=lengths.__getitem__)
                 yield MicroBatch([rollouts[shortest]], [], self.device, filler=True)
 
-    @torch.no_grad()
-    def score(self, rollouts: list[Rollout], into: str, temperature: float, **statistics) -> None:
-        """Set log-probs [T] as `into` ("old_logp" or "ref_logp") of the rollouts that have none yet.
+    def score_old(self, rollouts: list[Rollout], temperature: float) -> None:
+        """Set old_logp and entropy, [T] each: of the policy as it is now, which sampled them."""
+        for rollout, (logp_T, entropy_T) in zip(rollouts, self.score(rollouts, temperature)):
+            rollout.old_logp, rollout.entropy = logp_T, entropy_T
 
-        "old_logp" sets `entropy` [T], too. One forward pass, shared by the ranks; set on all of them.
-        name=function sets `name` [T], too: of log-probs of the whole vocabulary [rows, V], a chunk of rows at
-        a time, it makes numbers [rows]. Raises ValueError if it returns anything else, or if prompt and
-        response have more tokens than the run plans for."""
+    def score_ref(self, rollouts: list[Rollout], temperature: float) -> None:
+        """Set ref_logp [T]: of the frozen initial model."""
+        for rollout, (logp_T, _) in zip(rollouts, self.score(rollouts, temperature)):
+            rollout.ref_logp = logp_T
+
+    @torch.no_grad()
+    def score(self, rollouts: list[Rollout], temperature: float, *statistics) -> list[tuple]:
+        """(log-probs, entropies in nats, statistics ...) of every rollout, [T] each; the ranks share them.
+
+        A statistic is a function: of log-probs of the whole vocabulary [rows, V], a chunk of rows at a time,
+        it makes numbers [rows]. Raises ValueError if prompt and response have more tokens than the run plans
+        for."""
         longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
         if longest > self.max_length > 0:
             raise ValueError(f"a prompt with its response has {longest} tokens, but the run plans for at "
                              f"most {self.max_length}; raise --max_prompt_tokens or --max_new_tokens")
-        names = [into, "entropy", *statistics]
-        functions = [one_per_row(name, function) for name, function in statistics.items()]
-        todo = []
-        for r in rollouts:
-            if any(getattr(r, name, None) is None for name in (into, *statistics)):
-                todo.append(r)
         mine = {}
-        for micro in self.micro_batches(todo):
-            columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, functions)]
+        for micro in self.micro_batches(rollouts):
+            columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, statistics)]
             for i, *values in zip(micro.indices, *columns):
                 mine[i] = values
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
+        values_of = {}
         for part in gather(mine):
-            for i, values in part.items():
-                for name, value in zip(names, values):
-                    if name != "entropy" or into == "old_logp":
-                        setattr(todo[i], name, value)
+            values_of |= part
+        return [tuple(values_of[i]) for i in range(len(rollouts))]
 
     def clip_grad_norm(self, largest: float) -> float:
         """Scale the gradients to a norm, over all ranks, of at most `largest`; returns the norm before."""

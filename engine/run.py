@@ -222,8 +222,9 @@ class Plumbing:
         sys.exit(0)
 
     # -- around the loop -------------------------------------------------------------------------------------
-    def start(self) -> None:
+    def start(self, optimizer) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
+        self.optimizer = optimizer
         if self.args.resume:
             done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer,
                                                   self.args.checkpoint_every, self.say)

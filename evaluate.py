@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
         --preset evol_rl
 
-A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt; what is right is
-decided in our way always. A flag given beside one wins over it.
+A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt; answers are
+always graded our way. A flag given beside one wins over it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Args(common.Args):
     epochs: common.CountOrZero = 3
     """Passes over the problems (released code: 3, over an AIME24 file that has each problem 16 times)."""
     eval_every: common.CountOrZero = 0
-    """Ours, 0: at start and end only, for one evaluation of MATH-500 samples a sixth of what training does."""
+    """Ours, 0: at start and end only; one evaluation of MATH-500 samples a sixth of what training does."""
     eval_samples: common.Samples = 32
     """Responses per problem (Table 1)."""
     eval_top_k: common.CountOrZero = 20

@@ -21,7 +21,8 @@ from typing import Literal
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in shape
+# micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -224,7 +225,8 @@ class VLLMSampler:
         missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
         if missing:
             raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache, which old weights computed")
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False

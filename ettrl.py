@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import Problem, Rollout, majority
 
 
@@ -164,10 +163,11 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 
     In this order a fork goes to the rank that sampled its trunk, so that its prefix cache still holds it."""
     if args.fork_score == "entropy":
+        run.sampler.sleep()  # on a GPU, its KV cache and the policy's activations may not fit together
         run.policy.score([trunk for trunks in groups for trunk in trunks], "old_logp", args.temperature)
-    forks_of_prompt = []
+        run.sampler.load(run.policy.named_tensors(run.dtype))
+    forks_of_prompt = [[] for _ in groups]
     for i, trunks in enumerate(groups):
-        forks_of_prompt.append([])
         for m, trunk in enumerate(trunks):
             minus_scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
             end = {len(trunk.response_ids) - 1} if trunk.finished else None
@@ -223,8 +223,8 @@ def main(args: Args) -> None:
         # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
-        tree = args.rollout == "etmr"
-        groups, cost = tree_rollouts(run, prompts, args) if tree else (run.sample(prompts, args.votes), {})
+        groups, cost = (tree_rollouts(run, prompts, args) if args.rollout == "etmr"
+                        else (run.sample(prompts, args.votes), {}))
         sampler.sleep()  # gives the GPU's memory to the update
 
         if args.advantage == "res":  # Eq. 5: the trained responses' entropies [T]; old log-probs by the way

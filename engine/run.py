@@ -224,6 +224,7 @@ class Plumbing:
     # -- around the loop -------------------------------------------------------------------------------------
     def start(self) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
+        self.sampler.sleep()  # restore makes gradients beside Adam, as much as the plan's update phase holds
         if self.args.resume:
             done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer,
                                                   self.args.checkpoint_every, self.say)
@@ -235,7 +236,7 @@ class Plumbing:
         if self.first_step == 1 and self.benchmarks:
             self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())
-        self.sampler.sleep()  # until the first sync; after --resume, Adam is there
+            self.sampler.sleep()
 
     def steps(self):
         """Numbers of the rollout batches still to do, from 1 on."""

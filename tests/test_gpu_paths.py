@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, fresh_state, make_policy, random_rollouts, toy_args
+from conftest import ROOT, SCRIPTS, fresh_state, make_policy, random_rollouts, toy_args
+from equations import relative_error
 from torch.distributed import fsdp
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -27,6 +28,7 @@ from engine.plan import OVERHEAD, cpu_sentence
 from engine.policy import MicroBatch, Policy, Rollout, ahead
 from engine.run import Plumbing
 from engine.sizes import GIB
+from tools.diffs import EXAMPLES
 from tools.simulate_memory import config_of
 
 torch.set_num_threads(1)
@@ -79,15 +81,21 @@ def test_variable_length_attention_gives_the_same_log_probs_and_gradients(monkey
         (logp_T.sum() + entropy_T.sum()).backward()
         found.append([logp_T, entropy_T, *(p.grad for p in policy.parameters())])
     for padded, without in zip(*found):
-        torch.testing.assert_close(padded, without, atol=2e-4, rtol=1e-4)
+        assert relative_error(without, padded) < 1e-4
 
 
 def test_variable_length_attention_is_tried_before_it_is_used(monkeypatch):
-    """Right: used. Causal from the first key instead of the last, or no kernel at all: padded rows."""
+    """Right, also if it rounds otherwise than padded rows: used. Causal from the first key instead of the
+    last, or no kernel at all: padded rows."""
+    def in_float32(query, key, value, *others, **options):
+        return varlen_by_loop(query.float(), key.float(), value.float(), *others, **options).to(query.dtype)
+
     config, cpu = make_policy().model.config, torch.device("cpu")
     assert not fast.varlen_works(config, cpu, torch.float32)  # torch has no CPU kernel
     monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
     assert fast.varlen_works(config, cpu, torch.float32) and fast.varlen_works(config, cpu, torch.bfloat16)
+    monkeypatch.setattr(varlen, "varlen_attn", in_float32)
+    assert fast.varlen_works(config_of("qwen2.5-math-1.5b"), cpu, torch.bfloat16)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: varlen_by_loop(*a, **k, from_the_end=False))
     assert not fast.varlen_works(config, cpu, torch.float32)
     assert not make_policy().varlen
@@ -305,6 +313,24 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="--nproc-per-node asks for more processes than the 4 GPU.s. here."):
         setup.start_processes()
+
+
+def test_a_gpu_without_bfloat16_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, dtype, refused in (((7, 5), "auto", True), ((7, 5), "float32", False),
+                                       ((8, 0), "bfloat16", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        bad = ttrl.Args(dtype=dtype).errors()
+        assert ("--dtype is 'auto', but must be float32: this GPU has no bfloat16." in bad) == refused
+
+
+@pytest.mark.parametrize("module", [*SCRIPTS, *(f"examples/{name}" for name in EXAMPLES)])
+def test_the_allocators_settings_are_made_before_torch_is_loaded(module):
+    """Only then every version of torch reads them; this one, whenever it first allocates."""
+    code = (ROOT / f"{module}.py").read_text()
+    assert 0 < code.index("\nimport common") < code.index("\nimport torch")
+    settings = torch._C._accelerator_getAllocatorSettings()
+    assert settings == "expandable_segments:True,pinned_max_round_threshold_mb:1"
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():

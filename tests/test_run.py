@@ -809,8 +809,8 @@ def test_a_sampler_of_other_weights_stops_a_float32_run(tmp_path):
 
 
 def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
-    """vLLM's KV cache and the gathered weights may not fit together. Only at the very first there is no Adam
-    yet. Load, generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
+    """vLLM's KV cache and the gathered weights may not fit together, nor it and what restoring takes. Load,
+    generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
     calls = []
 
     def spied(letter, method):
@@ -821,12 +821,13 @@ def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
 
     for name in ("load", "generate", "sleep"):
         monkeypatch.setattr(HFSampler, name, spied(name[0], getattr(HFSampler, name)))
+    monkeypatch.setattr(checkpoint, "restore", spied("r", checkpoint.restore))
     few = dict(max_new_tokens=8, eval="toy_test", eval_samples=1, eval_every=1, checkpoint_every=1)
     run_toy(ttrl, tmp_path / "run", steps=2, **few)
-    assert re.fullmatch("lg+s(lg+slg+s){2}", "".join(calls)), calls
+    assert re.fullmatch("slg+s(lg+slg+s){2}", "".join(calls)), calls
     calls.clear()
     run_toy(ttrl, tmp_path / "run", steps=3, resume=True, **few)
-    assert re.fullmatch("slg+slg+s", "".join(calls)), calls
+    assert re.fullmatch("srlg+slg+s", "".join(calls)), calls
 
 
 def test_seeds_derive_from_step_and_problem_alone(tmp_path):

@@ -177,6 +177,9 @@ class Args:
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
                        "trained responses of a batch (prompts_per_batch x train_samples).")
+        names = [name.strip() for name in self.eval.split(",")]
+        if twice := [name for name in names if names.count(name) > 1]:
+            bad.append(f"--eval (evaluate.py: --benchmarks) is '{self.eval}', but must name {twice[0]} once.")
         bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")

@@ -236,8 +236,17 @@ def identity(problems: list, model_path: str) -> dict[str, str]:
                 problems=hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest())
 
 
+def code_digest(script: Path) -> str:
+    """Of a run's script, common.py, engine/ and the toy's data (smollm2's are made by engine/)."""
+    root, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=16)
+    files = [root / "common.py", *root.glob("engine/*.py"), *root.glob("toy/*.json*")]
+    for file in [script, *sorted(files)]:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()
+
+
 def describe(args, ranks: int, device) -> dict:
-    """What run.json holds: script, command line, arguments, hardware, versions, git state, time."""
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
     def git(*command):
         root = str(Path(__file__).parent.parent)
         done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
@@ -251,4 +260,5 @@ def describe(args, ranks: int, device) -> dict:
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
+                code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -178,7 +178,7 @@ class Args:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
                        "trained responses of a batch (prompts_per_batch x train_samples).")
         names = [name.strip() for name in self.eval.split(",")]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := [name for name in names if name and names.count(name) > 1]:
             bad.append(f"--eval (evaluate.py: --benchmarks) is '{self.eval}', but must name {twice[0]} once.")
         bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:

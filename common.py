@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 import torch
 import transformers
 
-from engine.answers import answers_equal, equivalence_classes, extract_answer, grading_budget  # noqa: F401
+from engine.answers import answers_equal, equivalence_classes, extract_answer  # noqa: F401
 from engine.base import UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
 from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
 from engine.hf_sampler import HFSampler
@@ -178,6 +178,9 @@ class Args:
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
                        "trained responses of a batch (prompts_per_batch x train_samples).")
+        names = [name.strip() for name in self.eval.split(",")]
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            bad.append(f"--eval (evaluate.py: --benchmarks) is '{self.eval}', but must name {twice[0]} once.")
         bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
@@ -447,7 +450,6 @@ class Run(Plumbing):
         samples = args.eval_samples if temperature else 1
         size = max(1, 4096 // samples)  # problems per engine call
 
-        @grading_budget(60)  # slow formulas of all problems together
         def sample_and_grade(mine: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
             graded = []
             for start in trange(0, len(mine), size, desc=name, disable=not progress or self.rank != 0):

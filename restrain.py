@@ -59,6 +59,12 @@ class Args(common.Args):
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
 
+    def errors(self) -> list[str]:
+        bad = super().errors()
+        if self.kappa > self.votes:
+            bad.append(f"--kappa is {self.kappa}, but must be at most --votes, {self.votes}.")
+        return bad
+
 
 # ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -235,8 +235,17 @@ def weights_digest(model) -> str:
     return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
 
 
+def code_digest(script: Path) -> str:
+    """Of a run's script, common.py, engine/ and the toy's data (smollm2's are made by engine/)."""
+    root, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=16)
+    files = [root / "common.py", *root.glob("engine/*.py"), *root.glob("toy/*.json*")]
+    for file in [script, *sorted(files)]:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()
+
+
 def describe(args, ranks: int, device) -> dict:
-    """What run.json holds: script, command line, arguments, hardware, versions, git state, time."""
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
     def git(*command):
         root = str(Path(__file__).parent.parent)
         done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
@@ -250,4 +259,5 @@ def describe(args, ranks: int, device) -> dict:
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
+                code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

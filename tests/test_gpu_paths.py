@@ -353,38 +353,11 @@ print(float((logps[0] - logps[1]).abs().max()))
     assert 1e-4 < float(done.stdout) < 0.5, done.stderr
 
 
-def test_memory_that_ran_out_is_one_sentence(monkeypatch):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of ...")
-    monkeypatch.setattr(options, "DOING", ["update"])
-    sentence = options.out_of_memory(error)
-    assert "(update: CUDA out of memory. Tried to allocate 2.00 GiB)" in sentence
-    assert "--micro_tokens" in sentence and "--gradient_checkpointing on" in sentence
-    options.DOING[0] = "starting vLLM"
-    too_little = ValueError(
-        "Free memory on device (11.5/23.6 GiB) is less than desired GPU memory utilization")
-    assert "--gpu_memory" in options.out_of_memory(too_little)
-    assert "--gpu_memory" in options.out_of_memory(error)
-    options.DOING[0] = "sync"  # vLLM's allocator has an error of its own
-    asleep = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
-    assert "(sync: CUDA Error: out of memory at" in options.out_of_memory(asleep)
-    assert "a smaller --gpu_memory" in options.out_of_memory(asleep)
-    options.DOING[0] = "embed"
-    assert "a smaller --embedder" in options.out_of_memory(error)
-    assert options.out_of_memory(RuntimeError("no such kernel")) == ""
-    assert options.out_of_memory(ValueError("something else")) == ""
-    assert options.out_of_memory(KeyError("memory")) == ""
-
-
-def test_launch_shows_the_sentence_and_leaves_with_code_2(monkeypatch, capsys):
+def test_memory_that_ran_out_names_no_flag(monkeypatch):
     def main(args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    class Left(Exception):
-        pass
-
     monkeypatch.setattr(options, "parse", lambda args_class, toy: None)
-    monkeypatch.setattr(options, "leave", mock.Mock(side_effect=Left))
-    with pytest.raises(Left):
+    with pytest.raises(torch.OutOfMemoryError) as error:
         options.launch(main, None, {})
-    options.leave.assert_called_once_with(2)
-    assert capsys.readouterr().err.startswith("Error: the GPU's memory was not enough (")
+    assert "--micro_tokens" in error.value.__notes__[0] and "--gpu_memory" in error.value.__notes__[0]

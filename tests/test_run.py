@@ -17,7 +17,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ import ettrl
 import restrain
 import scrl
 import ttrl
-from engine import answers, checkpoint, initial_votes, options
+from engine import checkpoint, initial_votes, options
 from engine.base import UserError, seed_of
 from engine.hf_sampler import HFSampler
 from engine.policy import Rollout
@@ -270,26 +269,6 @@ def test_damaged_checkpoint_falls_back_with_a_warning(tmp_path, interrupted, who
     assert f"Resumed from {out / 'checkpoints/step_00000003'}\n" in printed
     assert metrics_of(out) == metrics_of(whole)
     assert same_weights(out, whole)
-
-
-def test_slow_answers_of_all_problems_share_a_minute(tmp_path, monkeypatch):
-    """Of an evaluation and of the initial votes: not five seconds for each problem."""
-    budgets, problems = [], [common.Problem(name, id=name, prompt_ids=[1]) for name in "ab"]
-
-    def graded(*given):
-        budgets.append(answers._open.budget)
-        return None, 0
-
-    monkeypatch.setattr(common, "grade", graded)
-    monkeypatch.setattr(initial_votes, "count_votes", graded)
-    run = mock.MagicMock(rank=1, world_size=1, problems=problems, out=tmp_path)
-    run.args = common.Args(eval_samples=4096)  # an engine call for each problem
-    run.generate.return_value = run.sample.return_value = [[]]
-    common.Run.evaluate_benchmark(run, "toy", problems)
-    initial_votes.initial_votes(run, prompts_per_call=1)
-    assert run.generate.call_count == run.sample.call_count == 2
-    assert budgets[0] is budgets[1] and budgets[2] is budgets[3] and budgets[0] is not budgets[2]
-    assert {budget.slow_left for budget in budgets} == {60}
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "final"])

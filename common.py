@@ -21,14 +21,15 @@ from typing import Literal
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # micro-batches differ in shape
+# micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 import torch
 import transformers
 
-from engine.answers import answers_equal, equivalence_classes, extract_answer, grading_budget  # noqa: F401
+from engine.answers import answers_equal, equivalence_classes, extract_answer  # noqa: F401
 from engine.base import UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
 from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
 from engine.hf_sampler import HFSampler
@@ -177,6 +178,9 @@ class Args:
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
                        "trained responses of a batch (prompts_per_batch x train_samples).")
+        names = [name.strip() for name in self.eval.split(",")]
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            bad.append(f"--eval (evaluate.py: --benchmarks) is '{self.eval}', but must name {twice[0]} once.")
         bad += engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
@@ -224,7 +228,8 @@ class VLLMSampler:
         missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
         if missing:
             raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache, which old weights computed")
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -443,7 +448,6 @@ class Run(Plumbing):
         samples = args.eval_samples if temperature else 1
         size = max(1, 4096 // samples)  # problems per engine call
 
-        @grading_budget(60)  # slow formulas of all problems together
         def sample_and_grade(mine: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
             graded = []
             for start in trange(0, len(mine), size, desc=name, disable=not progress or self.rank != 0):

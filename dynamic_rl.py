@@ -33,9 +33,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import Problem, Rollout, encode_alone, encode_prompt, majority
 
 

@@ -32,9 +32,8 @@ from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import Problem, Rollout, majority
 
 
@@ -161,10 +160,11 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 
     In this order a fork goes to the rank that sampled its trunk, so that its prefix cache still holds it."""
     if args.fork_score == "entropy":
+        run.sampler.sleep()  # on a GPU, its KV cache and the policy's activations may not fit together
         run.policy.score_old([trunk for trunks in groups for trunk in trunks], args.temperature)
-    forks_of_prompt = []
+        run.sampler.load(run.policy.named_tensors(run.dtype))
+    forks_of_prompt = [[] for _ in groups]
     for i, trunks in enumerate(groups):
-        forks_of_prompt.append([])
         for m, trunk in enumerate(trunks):
             minus_scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
             end = {len(trunk.response_ids) - 1} if trunk.finished else None
@@ -222,8 +222,10 @@ def main(args: Args) -> None:
         # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
         run.phase("sample")
         prompts = run.next_prompts()
-        tree = args.rollout == "etmr"
-        groups, cost = tree_rollouts(run, prompts, args) if tree else (run.sample(prompts, args.votes), {})
+        if args.rollout == "etmr":
+            groups, cost = tree_rollouts(run, prompts, args)
+        else:
+            groups, cost = run.sample(prompts, args.votes), {}
         sampler.sleep()  # gives the GPU's memory to the update
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.

@@ -5,7 +5,9 @@
     torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
         --preset evol_rl
 
-A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limit and prompt. Answers are
+    python evaluate.py --model runs/NAME/checkpoints/step_00000020 --benchmarks math500 --preset ttrl
+
+A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limits and prompt. Answers are
 always graded by this project's rule, not the paper's. A flag given beside a preset wins over it.
 """
 
@@ -13,12 +15,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
 import common
+from engine.answers import given_up
 from engine.smollm2 import SMOLLM2
 
-SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system")
+SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
+               max_prompt_tokens=1024, sampler="auto")
 PRESETS = {
     "ttrl": SIXTEEN,
     # Table 1's caption; released code: top-k
@@ -28,15 +37,18 @@ PRESETS = {
     "ettrl": SIXTEEN,  # the tables' values are averages of 16, though section 4 says greedy
     "dynamic_rl": SIXTEEN | dict(top_k=20),  # section 3.1; its MATH500 values fit one response
     "greedy": SIXTEEN | dict(samples=1, temperature=0.0, top_p=1.0),
-    "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128),  # as it is trained
-    "smollm2": dict(SIXTEEN, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"])}
-TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy", max_prompt_tokens=128, sampler="hf")
+    # as it is trained; its context is 512 tokens, and vLLM is slower with so small a model
+    "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128, max_prompt_tokens=128,
+                          sampler="hf"),
+    "smollm2": dict(SIXTEEN, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"],
+                    max_prompt_tokens=192, sampler="hf")}
+TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy")
 
 
 @dataclass
 class Args:
     model: str = ""
-    """Hub id or local folder; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
+    """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy",
@@ -54,7 +66,7 @@ class Args:
     """Length limit of a response."""
     prompt: str | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
-    max_prompt_tokens: common.Count = 1024
+    max_prompt_tokens: common.Count | None = None
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
     """Print the exact text of the first prompt and exit."""
@@ -70,7 +82,7 @@ class Args:
     """Column of the gold answer; empty: found likewise."""
     seed: common.Seed = 1
     """The samples' seeds derive from it."""
-    sampler: Literal["auto", "vllm", "hf"] = "auto"
+    sampler: Literal["auto", "vllm", "hf"] | None = None
     """auto: vLLM if it imports, else transformers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on GPU, float32 on CPU."""
@@ -91,14 +103,14 @@ class Args:
             raise common.UserError("\n".join(bad))
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
-        shared = ("model max_prompt_tokens seed sampler dtype gpu_memory tensor_parallel trust_remote_code "
+        shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
                   "out question_field answer_field show_prompt plan gpus gpu_gib").split()
         options = {name: getattr(self, name) for name in shared}
+        for name in "max_new_tokens max_prompt_tokens prompt sampler".split():
+            options[name] = chosen.pop(name)
+        options |= {f"eval_{name}": value for name, value in chosen.items()}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
-        return common.Args(**options, max_new_tokens=chosen["max_new_tokens"], prompt=chosen["prompt"],
-                           eval=self.benchmarks, eval_samples=chosen["samples"],
-                           eval_temperature=chosen["temperature"], eval_top_p=chosen["top_p"],
-                           eval_top_k=chosen["top_k"])
+        return common.Args(**options, model=trained_model(self.model), eval=self.benchmarks)
 
 
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
@@ -109,7 +121,11 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
     results, majorities, warnings = {}, {}, []
-    run.say(f"Evaluating {run.model_path} ...")
+    if args.preset == "toy":
+        torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
+    run.say(f"Evaluating {args.model or run.model_path} ...")
+    if is_checkpoint(args.model):
+        run.sampler.load(weights_in(args.model, run.device, run.dtype))
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems, progress=True)
         verdicts = [g for g, _ in graded]
@@ -118,18 +134,49 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations and run.rank == 0:
             save_generations(run, name, problems, graded)
+    if late := len(set().union(*common.gather(given_up))):
+        warnings.append(f"Warning: {late} formulas took more than a second each; they were compared as text.")
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
     if len(rates) > 1:
         results["mean"] = {"pass@1": common.mean(rates)}
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
-        record |= dict(results=results, by_majority=majorities)
+        record |= dict(model=args.model or run.model_path, results=results, by_majority=majorities)
         try:
             common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
         finally:  # a full disk costs no more than the file
             print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
     return results
+
+
+def is_checkpoint(model: str) -> bool:
+    """Whether it is a folder runs/NAME/checkpoints/step_N."""
+    return (Path(model) / "state.json").is_file()
+
+
+def trained_model(model: str) -> str:
+    """--model of the run that wrote this checkpoint, for config and tokenizer; any other model as it is.
+
+    Raises UserError if the run's run.json cannot be read."""
+    if not is_checkpoint(model):
+        return model
+    record = Path(model).resolve().parents[1] / "run.json"
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))["args"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise common.UserError(f"--model is '{model}', a checkpoint, but {record}, which names the model "
+                               "that was trained, cannot be read.") from None
+
+
+def weights_in(checkpoint: str, device, dtype):
+    """Name and tensor of every weight in a checkpoint, one by one; what has moments is a weight."""
+    stored = HuggingFaceStorageReader(checkpoint).read_metadata().state_dict_metadata
+    for name in stored:
+        if f"{name}.exp_avg" in stored:
+            weight = {name: torch.empty(stored[name].size)}
+            dcp.load(weight, storage_reader=HuggingFaceStorageReader(checkpoint), no_dist=True)
+            yield name, weight[name].to(device, dtype)
 
 
 def save_generations(run, name: str, problems: list, graded: list) -> None:

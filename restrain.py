@@ -28,9 +28,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import majority
 from engine.initial_votes import initial_votes
 
@@ -59,6 +58,12 @@ class Args(common.Args):
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
+
+    def errors(self) -> list[str]:
+        bad = super().errors()
+        if self.kappa > self.votes:
+            bad.append(f"--kappa is {self.kappa}, but must be at most --votes, {self.votes}.")
+        return bad
 
 
 # ------------------------------------------------- the method -----------------------------------------------

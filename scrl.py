@@ -32,9 +32,8 @@ import math
 from dataclasses import dataclass
 from statistics import mean
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import majority
 
 

@@ -8,6 +8,10 @@ are present.
 Numbers are equal if they are exactly equal: 0.5 is \frac12, but 0.333333 is not \frac13, as a tolerance would
 not be transitive. Percent signs, degrees and units are dropped: 9\% is 9. "x = 5" is 5. Lists are unordered,
 tuples are not.
+
+Every formula is computed once (the last 100,000 are remembered), within one second of processor time; one
+that takes longer is compared as text. Honest formulas take 2 to 300 ms. There is no other bound: a policy
+that learned to write slow formulas could take a second of every step for each of them.
 """
 
 import json
@@ -16,8 +20,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -31,15 +33,15 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(?<=\s)([-+]?\d[\d.,/]*))")  # \b
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\. skips the escaped \{ and \}
 _MARKUP = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|[{}$*]|\\[(),;! ]")
 # "A. 42" and "(A) 42" are choices, "A cat" is not: an article must not vote
-_CHOICE = re.compile(r"(?:\(\s*([A-D])\s*\)|([A-D])\s*[.:)]|([A-D])$)(?:.*)", re.DOTALL)
+_CHOICE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*[.:)]|([A-J])$)(?:.*)", re.DOTALL)
 
 
-def extract_answer(text: str, choices: bool = False) -> str | None:
+def extract_answer(text: str, choices: int = 0) -> str | None:
     r"""The content of the last \boxed{} (or \fbox{}) after the reasoning.
 
     None if there is no box, or if the last one is left open: there is no fallback such as "the last number",
     as a truncated response must not vote.
-    With `choices` (multiple choice), the letter A-D that the box holds, or None.
+    Of a multiple choice with so many options, the letter that the box holds, or None.
 
     >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -53,7 +55,7 @@ def extract_answer(text: str, choices: bool = False) -> str | None:
     last = boxes[-1]
     answer = _until_closed(text[last.end():]) if last[1] else last[2].rstrip(".,")
     if choices:
-        answer = _choice(answer)
+        answer = _choice(answer, choices)
     return answer or None
 
 
@@ -70,9 +72,10 @@ def _until_closed(text: str) -> str:
     return ""
 
 
-def _choice(answer: str) -> str | None:
-    letter = _CHOICE.fullmatch(_MARKUP.sub(" ", answer).strip())
-    return letter and (letter[1] or letter[2] or letter[3])
+def _choice(answer: str, choices: int) -> str | None:
+    match = _CHOICE.fullmatch(_MARKUP.sub(" ", answer).strip())
+    letter = match and (match[1] or match[2] or match[3])
+    return letter if letter and letter in "ABCDEFGHIJ"[:choices] else None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -217,55 +220,6 @@ def normal_gold(value) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The budget of a step: hostile answers must not stop a run
-# ------------------------------------------------------------------------------------------------------------
-class GradingBudget:
-    """How many slow formulas one training step may still compute, and what it decided so far.
-
-    A formula may take one second of processor time; then it is given up. That is not enough if a policy
-    learns to write such formulas: 512 different ones, a step's answers, take ten minutes. So a step computes
-    at most five slow formulas, about five seconds: those that were given up and those that took more than
-    half a second. (Honest formulas take 2 to 300 ms.) After that, formulas that the step has not met yet are
-    compared by their normal forms, in microseconds: such answers may be taken for different when they are
-    equal, never for equal when they are different.
-
-    Every rank grades the same answers in the same order, and all ranks must come to the same classes. That is
-    why slow formulas are counted and there is no clock over the whole step, which would run out at another
-    answer on every rank. And that is why the cache of earlier steps and evaluations does not help: ranks may
-    have evaluated different answers, and a resumed run starts with an empty cache. So a slow formula counts
-    also if it is remembered, and once the budget is used up remembered formulas are passed over like all
-    others. What is left to chance is a formula that takes almost exactly half a second (or one), in a step
-    with five slow ones.
-    """
-
-    def __init__(self, slow: int):
-        self.slow_left = slow
-        self.passed_over = 0
-        """Formulas that were compared by normal form because no slow ones were left."""
-        self.formulas: dict[str, str | None] = {}
-        """Key of every formula met, so that no formula has two keys within a step."""
-        self.keys: dict[str, str] = {}
-        """Key of every answer met."""
-
-
-_open = threading.local()
-
-
-@contextmanager
-def grading_budget(slow: int = 5):
-    """All comparisons inside share one GradingBudget, which is yielded. To be opened once per training step.
-
-    Outside of it, every call of `equivalence_classes` and `answers_equal` has a budget of its own.
-    """
-    outer = getattr(_open, "budget", None)
-    _open.budget = GradingBudget(slow)
-    try:
-        yield _open.budget
-    finally:
-        _open.budget = outer
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Keys: equal answers have equal keys
 # ------------------------------------------------------------------------------------------------------------
 def equivalence_classes(answers: list[str | None]) -> list[int | None]:
@@ -274,9 +228,6 @@ def equivalence_classes(answers: list[str | None]) -> list[int | None]:
     >>> equivalence_classes(["0.5", None, r"\frac{1}{2}", "2", r"\sqrt{4}", "2, 3", "3, 2", "(2, 3)"])
     [0, None, 0, 1, 1, 2, 2, 3]
     """
-    if getattr(_open, "budget", None) is None:
-        with grading_budget():
-            return equivalence_classes(answers)
     number: dict[str, int] = {}
     classes = []
     for answer in answers:
@@ -289,14 +240,9 @@ def answers_equal(a: str | None, b: str | None) -> bool:
     return a is not None and b is not None and equivalence_classes([a, b]) == [0, 0]
 
 
+@lru_cache(maxsize=100_000)
 def _key_of(answer: str) -> str:
-    budget = getattr(_open, "budget", None)
-    if budget is None:
-        with grading_budget():
-            return _key_of(answer)
-    if answer not in budget.keys:
-        budget.keys[answer] = _key(normal_form(answer))
-    return budget.keys[answer]
+    return _key(normal_form(answer))
 
 
 def _key(s: str, depth: int = 0) -> str:
@@ -408,7 +354,8 @@ _REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
     | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
     | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
     """, re.VERBOSE | re.ASCII)
-_GIVEN_UP = (None, True)  # no key, and slow
+given_up: set[str] = set()
+"""Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
 _worker = None
 _owner = None
 _lock = threading.Lock()
@@ -421,17 +368,7 @@ def _formula(s: str) -> str | None:
     """
     if len(s) > 200 or _REFUSED.search(s) or not set(re.findall(r"\\([a-zA-Z]+|.)", s)) <= _COMMANDS:
         return None
-    budget = getattr(_open, "budget", None)
-    if budget is None:
-        return _computed(s)[0]
-    if s not in budget.formulas and budget.slow_left == 0:
-        budget.formulas[s] = None
-        budget.passed_over += 1
-    if s not in budget.formulas:
-        key, slow = _computed(s)
-        budget.formulas[s] = key
-        budget.slow_left -= slow
-    return budget.formulas[s]
+    return _computed(s)
 
 
 def _exact(match: re.Match) -> str:
@@ -440,8 +377,9 @@ def _exact(match: re.Match) -> str:
 
 
 @lru_cache(maxsize=100_000)
-def _computed(s: str) -> tuple[str | None, bool]:
-    """The worker's key of a formula, and whether it was slow (GradingBudget)."""
+def _computed(s: str) -> str | None:
+    """The worker's key of a formula; None if it has none or is given up."""
+    formula = s
     s = re.sub(r"(\d+)\.(\d+)", _exact, s)  # 0.1 is \frac{01}{10}, not a float
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
@@ -451,13 +389,16 @@ def _computed(s: str) -> tuple[str | None, bool]:
         try:
             worker.stdin.write(s + "\n")
             worker.stdin.flush()
-            reply = worker.stdout.readline()
-            return tuple(json.loads(reply)) if reply else _GIVEN_UP
+            reply = worker.stdout.readline() or "0"
         except BaseException as error:  # never read the reply to this question as the reply to the next one
             worker.kill()
-            if isinstance(error, OSError):
-                return _GIVEN_UP
-            raise
+            if not isinstance(error, OSError):
+                raise
+            reply = "0"
+    key = json.loads(reply)
+    if key == 0:
+        given_up.add(formula)
+    return key or None
 
 
 def _running_worker() -> subprocess.Popen:
@@ -566,7 +507,7 @@ def _real_and_imaginary(value) -> list:
 
 
 def _serve() -> None:
-    """The worker process: a formula per line in, [its key or null, whether it was slow] out.
+    """The worker process: a formula per line in; out its key, null if it has none, 0 if it was given up.
 
     A forked child does the work within one second of processor time. When it is killed, because it hangs in a
     tower of powers or eats the memory, the next child is there at once, with everything imported. (Signals
@@ -589,7 +530,7 @@ def _serve() -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
             return
-        os.write(replies, json.dumps(_GIVEN_UP).encode() + b"\n")
+        os.write(replies, b"0\n")
 
 
 def _answer_questions(replies: int) -> None:
@@ -600,14 +541,12 @@ def _answer_questions(replies: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     for line in open(0, "rb", buffering=0):  # unbuffered: what the child has not read is the next child's
         signal.setitimer(signal.ITIMER_PROF, 1.0)
-        start = time.process_time()
         try:
             key = _value_key(line.decode().strip())
         except Exception:
             key = None
-        slow = time.process_time() - start > 0.5
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, json.dumps([key, slow]).encode() + b"\n")
+        os.write(replies, json.dumps(key).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import random
 import re
-import resource
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,8 +22,8 @@ class Problem:
     answer: str | None = None
     """Gold answer. For evaluation and for logging label accuracy, never for a label-free reward."""
     id: int = 0
-    choices: bool = False
-    """Multiple choice: the answer is a letter."""
+    choices: int = 0
+    """Multiple choice: so many options are in the question, and the answer is a letter. 0: not."""
     prompt_ids: list[int] = field(default_factory=list)
     row: dict = field(default_factory=dict, repr=False)
     """The whole row of the data set, for methods that need its other columns."""
@@ -103,16 +99,18 @@ TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.j
 FILES = (".json", ".jsonl", ".csv", ".parquet")
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
 ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth target expected_answer "
-                 "Correct_Answer reward_model solution").split()
+                 "Correct_Answer answerKey reward_model solution").split()
+LETTERS = "ABCDEFGHIJ"
 
 
 # ------------------------------------------------ problems ------------------------------------------------
 def load_problems(name: str, question_field: str = "", answer_field: str = "",
                   quiet: bool = False, same_answer: Callable | None = None) -> list[Problem]:
-    """Problems of a benchmark's short name, a Hub id, or a local .json, .jsonl, .csv or .parquet file.
+    """Problems of a benchmark's short name, a Hub id, a local file (FILES) or a folder of save_to_disk.
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
-    same_answer: see Problem; gold answers then stay as they are written, but for spaces around them.
+    Of a gold answer its last \\boxed{}, or what follows #### (GSM8K), counts. same_answer: see Problem; the
+    rest of it then stays as it is written, but for spaces around it.
     Problems with the same text are kept once. A benchmark of another size than known gives a warning.
     Raises UserError on an unknown name, a missing column, an empty or broken file."""
     rows, source = _read(name)
@@ -131,7 +129,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
                         f"--question_field.")
     needed = {question, named, *(GPQA if GPQA[1] in rows[0] else ())} - {""}
-    problems, seen = [], set()
+    seen, sentences, conflicts = {}, 0, 0
     for number, row in enumerate(rows, 1):
         where = f"{source}, row {number}"
         if missing := sorted(needed - row.keys()):
@@ -139,28 +137,24 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         text = _user_turn(row[question])
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{where}: column '{question}' holds no text (and no chat with one user turn).")
-        gold, choices, right = row.get(answer) if answer else None, [], None
-        if GPQA[1] in needed:
-            choices, right = [row[column] for column in GPQA], 0
-        elif answer and isinstance(row.get("choices"), list):  # MMLU: counted from 0; elsewhere: its letter
-            choices, right = row["choices"], "ABCD".index(gold) if gold in list("ABCD") else gold
-            if len(choices) > 4 or right not in range(len(choices)):
-                raise UserError(f"{where}: column '{answer}' must name the right one of at most 4 choices.")
-        if None in choices:
-            raise UserError(f"{where}: one of its choices is missing.")
-        if choices:  # GPQA's first is right: shuffled, with a seed of the question's own, alike in every run
-            order = random.Random(seed_of("choices", text)).sample(range(len(choices)), len(choices))
-            lines = [f"{letter}. {str(choices[i]).strip()}" for letter, i in zip("ABCD", order)]
-            text, gold = text + "\n\n" + "\n".join(lines), "ABCD"[order.index(right)]
-        elif answer == "solution" and "\\boxed" in str(gold):  # MATH
-            gold = extract_answer(str(gold))
-        elif answer == "solution" and len(str(gold)) > 49:  # a text without an answer; DAPO's is the answer
-            gold = None
+        gold = row.get(answer) if answer else None
+        options, right = _options(row, gold, answer, where)
+        if options:  # shuffled (GPQA's first is right), with a seed of the question's own, alike in every run
+            order = random.Random(seed_of("choices", text)).sample(range(len(options)), len(options))
+            lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
+            text = text + "\n\n" + "\n".join(lines)
+            gold = None if right is None else LETTERS[order.index(right)]
+        elif answer == "solution" and len(str(gold)) > 49 and not re.search(r"\\boxed|####", str(gold)):
+            gold = None  # a text without an answer; DAPO's solution is the answer
+        sentences += not options and same_answer is None and _is_sentence(gold)
+        gold = _gold(gold, exact=same_answer is not None)
         text = text.strip().encode(errors="replace").decode()  # no half surrogate pairs
-        if text not in seen:
-            seen.add(text)
-            problems.append(Problem(text, _gold(gold, exact=same_answer is not None), len(problems),
-                                    bool(choices), row=row, same_answer=same_answer))
+        first = seen.get(text)
+        if not first:
+            seen[text] = Problem(text, gold, len(seen), len(options), row=row, same_answer=same_answer)
+        elif gold and first.answer and gold != first.answer:
+            conflicts += not first.is_right(gold)
+    problems = list(seen.values())
     if not quiet:
         known = sum(p.answer is not None for p in problems)
         column = f"answer column '{answer}'" if answer else "no answer column"
@@ -169,7 +163,47 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         if benchmark.size not in (0, len(problems), len(rows)):
             print(f"Warning: {name} should have {benchmark.size} problems, but {source} has {len(problems)}.",
                   flush=True)
+        if sentences:
+            print(f"Warning: {sentences} gold answers of {name} are sentences or longer than 100 characters, "
+                  "so hardly a response can equal them; name a column of short answers.", flush=True)
+        if conflicts:
+            print(f"Warning: {conflicts} rows of {name} repeat a question with another gold answer; the "
+                  "first is kept.", flush=True)
     return problems
+
+
+def _options(row: dict, gold, answer: str, where: str) -> tuple[list, int | None]:
+    """The options of multiple choice and the right one's index (None: not known); [] if there are none.
+
+    GPQA's four columns; a list `choices` or `options` with the right one's index from 0 (MMLU) or letter
+    (MMLU-Pro); a dict of lists `text` and `label` with the right one's label (ARC)."""
+    options, labels = row.get("choices") or row.get("options"), list(LETTERS)
+    if GPQA[1] in row:
+        options, gold, answer = [row[column] for column in GPQA], 0, GPQA[0]
+    if not options:
+        return [], None
+    if isinstance(options, dict):
+        options, labels = options.get("text"), options.get("label")
+    if not isinstance(options, list) or not isinstance(labels, list) or len(options) > len(LETTERS):
+        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, or lists called "
+                        "text and label.")
+    if None in options:
+        raise UserError(f"{where}: one of its choices is missing.")
+    right = labels.index(gold) if gold in labels else gold
+    if answer and right not in range(len(options)):
+        raise UserError(f"{where}: column '{answer}' must name the right one of the {len(options)} choices.")
+    return options, right
+
+
+def _is_sentence(gold) -> bool:
+    """Whether no answer in a box could be this one: several words in a row, a full stop, a long text."""
+    text = _final(gold) if isinstance(gold, str) else ""
+    return bool(text) and (len(text) > 100 or re.search(r"([a-zA-Z]{2,} ){3}|[a-z]{2,}\.$", text) is not None)
+
+
+def _final(gold: str) -> str | None:
+    r"""What a solution ends with: its last \boxed{}, or what follows #### (GSM8K); other text as it is."""
+    return extract_answer(gold) if "\\boxed" in gold else gold.rpartition("####")[2].strip()
 
 
 def known_size(name: str, question_field: str = "", answer_field: str = "") -> int:
@@ -196,7 +230,7 @@ def _gold(value, exact: bool = False) -> str | None:
     """The gold answer as text. None, NaN and empty text are no answer."""
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")
-    values = value if isinstance(value, list) else [value]
+    values = [_final(v) if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])]
     values = [v for v in values if v is not None and v == v and str(v).strip() and not isinstance(v, list)]
     if not values:
         return None
@@ -211,10 +245,12 @@ def _read(name: str) -> tuple[list[dict], str]:
     if kind in FILES and not path.is_file():
         hint = " (--model smollm2 makes it at its first run)" if TOYS.get(name, "").startswith("..") else ""
         raise UserError(f"there is no file {path}{hint}.")
-    if name not in BENCHMARKS and kind not in FILES and (
-            "/" not in name or path.is_file() or name[0] in "/.~" and not path.is_dir()):
+    known, on_hub = name in BENCHMARKS, "/" in name and name[0] not in "/.~" and not path.exists()
+    saved = not known and any((path / made).is_file() for made in ("dataset_info.json", "dataset_dict.json"))
+    if not known and kind not in FILES and not saved and not on_hub:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        f"owner/name, or a local {', '.join(FILES[:-1])} or {FILES[-1]} file.")
+                        f"owner/name, a local {', '.join(FILES[:-1])} or {FILES[-1]} file, or a folder that "
+                        "`datasets` saved (save_to_disk).")
     try:
         if kind == ".csv":
             rows = _read_csv(path)
@@ -222,10 +258,11 @@ def _read(name: str) -> tuple[list[dict], str]:
             rows = _load_dataset("parquet", data_files=source, split="train", streaming=True)  # no cache
         elif kind in FILES:
             rows = _read_json(path, lines=kind == ".jsonl")
+        elif saved:
+            rows = _load_dataset(str(path.resolve()))
         else:
             benchmark, rows = BENCHMARKS.get(name, Benchmark(name)), []
             source, hint = benchmark.hub_id, " from the Hub (no network, gated, or no such name?)"
-            hint = " as a folder with a data set (its file is what to name)" if path.is_dir() else hint
             for config in benchmark.configs:
                 rows += _load_dataset(source, config, split=benchmark.split)
     except UserError:
@@ -240,7 +277,8 @@ def _read(name: str) -> tuple[list[dict], str]:
 def _load_dataset(*args, **options) -> list[dict]:
     import datasets  # not above: it takes half a second, and the toy does without
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
-    data = datasets.load_dataset(*args, **options)
+    load = datasets.load_from_disk if Path(args[0]).is_absolute() else datasets.load_dataset
+    data = load(*args, **options)
     if isinstance(data, dict):  # all splits
         data = data[next((split for split in ("test", "train") if split in data), next(iter(data)))]
     return list(data)
@@ -402,12 +440,17 @@ def _prompt_text(tokenizer, question: str, style: str) -> str:
         text = _chat(tokenizer, question, SYSTEM)
     except UserError:  # Gemma's: "System role not supported"
         text = ""
-    # A template that drops the system turn and names that role does so on purpose, as the toy's does.
-    if not text or SYSTEM not in text and "system" not in str(tokenizer.chat_template):
+    # The toy has never seen an instruction: its template leaves the system turn out on purpose.
+    if SYSTEM not in text and tokenizer.chat_template != _toys_template():
         text = _chat(tokenizer, f"{SYSTEM}\n\n{question}")
         say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
                   f"before the question, in the user turn")
     return text
+
+
+@lru_cache
+def _toys_template() -> str:
+    return json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
 
 
 @lru_cache(maxsize=4)
@@ -427,30 +470,6 @@ def _check_turns(tokenizer, file: str) -> None:
                             f"--prompt {file} or leaves out text of it; {remedy}.")
 
 
-@contextlib.contextmanager
-def _at_most(seconds: int):
-    """Raises TimeoutError within it when they are over (in the main thread, which alone gets signals), and
-    MemoryError if it takes 1 GiB."""
-    def stop(number, frame):
-        raise TimeoutError(f"it takes more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # only Linux tells what is taken; a limit below stays
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, limits[1]))
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGALRM, before)
-
-
-_slow = [0.0]  # seconds of processor time, of those calls of templates that took above 0.1
-
-
 def _chat(tokenizer, user: str, system: str = "") -> str:
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user})
@@ -458,21 +477,14 @@ def _chat(tokenizer, user: str, system: str = "") -> str:
 
 
 def _apply(tokenizer, turns: list[dict]) -> str:
-    began = time.process_time()
     try:
-        if _slow[0] > 60:
-            raise TimeoutError("it takes more than a minute for all prompts together")
-        with _at_most(10):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         if not all(turn["content"].strip() in text for turn in turns if turn["role"] == "user"):
             raise ValueError("it leaves out the question")
         return text
     except Exception as error:
-        raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({_reason(error)}); mend it or "
+        raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({_reason(error)}); fix it or "
                         f"give --prompt plain.") from None
-    finally:
-        took = time.process_time() - began
-        _slow[0] += took if took > 0.1 else 0.0
 
 
 def show_prompt(tokenizer, prompt_ids: list[int]) -> str:

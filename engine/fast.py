@@ -92,8 +92,7 @@ def packed_attention(module, query, key, value, attention_mask, unpack=None, pac
     """Attention of rows that lie packed in one row of tokens: [1, heads, tokens, d] -> [1, tokens, heads, d].
 
     Padding is on the right, so causal attention never sees it and needs no mask. With `keys` it is torch's
-    variable-length attention (not run on a GPU by us yet; `varlen_works` tries it before it is used). Without
-    any of them this is ordinary causal attention."""
+    variable-length attention (not run on a GPU by us yet), without any of them ordinary causal attention."""
     if keys is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, d]
         key, value = (F.embedding(keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (key, value))
@@ -149,7 +148,7 @@ def varlen_works(config, device, dtype) -> bool:
             results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     except (RuntimeError, ValueError, NotImplementedError):  # no kernel for this GPU, type or head size
         return False
-    return all(torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*results))
+    return all((a - b).norm() < 0.02 * b.norm() for a, b in zip(*results))  # single elements round apart
 
 
 def on_device(inputs: dict, device) -> dict:

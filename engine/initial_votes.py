@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
-from engine.answers import grading_budget
 from engine.base import gather, sharded
 from engine.runfolder import json_object
 
 
-@grading_budget(60)  # slow formulas of all problems together
 def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
     """{problem id: (majority answer, its votes)} from --votes responses of the initial model.
 

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from engine import checkpoint
-from engine.answers import grading_budget
 from engine.base import UserError, gather, gib_taken, same_on_all_ranks
 from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
@@ -225,6 +224,7 @@ class Plumbing:
     def start(self, optimizer) -> None:
         """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
         self.optimizer = optimizer
+        self.sampler.sleep()  # restore makes gradients beside Adam, as much as the plan's update phase holds
         if self.args.resume:
             done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer,
                                                   self.args.checkpoint_every, self.say)
@@ -236,14 +236,13 @@ class Plumbing:
         if self.first_step == 1 and self.benchmarks:
             self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())
-        self.sampler.sleep()  # until the first sync; after --resume, Adam is there
+            self.sampler.sleep()
 
     def steps(self):
         """Numbers of the rollout batches still to do, from 1 on."""
         for step in range(self.first_step, self.total_steps + 1):
-            with grading_budget():  # answers made to be slow take a few seconds of a step, not minutes
-                self.begin_step(step)
-                yield step
+            self.begin_step(step)
+            yield step
 
     def begin_step(self, step: int) -> None:
         """Forget what the last step left for the log. Step 0: before the first."""

@@ -43,8 +43,8 @@ def vllm_options(args, cuda: bool) -> dict:
     """What vLLM is told for speed and safety, on a GPU or on a CPU."""
     if cuda:
         # max_num_seqs: what the plan has room for; vLLM takes 1,024 on large GPUs
-        # vLLM's own all-reduce shares memory between ranks, of which expandable segments and memory that can
-        # sleep know no way: the process ends while graphs are captured; NCCL's needs none of it
+        # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
+        # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
         options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True,
                        max_num_seqs=MOST_SEQUENCES, disable_custom_all_reduce=args.tensor_parallel > 1)
     else:
@@ -64,9 +64,8 @@ def planned_ranks(args) -> int:
 
 
 def engine_errors(args) -> list[str]:
-    """One sentence each: what is wrong with --tensor_parallel, --plain; fewer prompts than engines."""
-    ranks, parallel = planned_ranks(args), max(1, args.tensor_parallel)
-    bad = []
+    """One sentence each: what is wrong with --tensor_parallel, --plain, --dtype; too few prompts."""
+    ranks, parallel, bad = planned_ranks(args), max(1, args.tensor_parallel), []
     if (args.gpus or args.gpu_gib) and not args.plan:
         bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
@@ -81,6 +80,9 @@ def engine_errors(args) -> list[str]:
                    "--sampler vllm, without --plain.")
     elif args.plain and args.sampler == "vllm":
         bad.append("--plain samples with transformers, but --sampler is 'vllm'; give one of the two.")
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    if old and args.dtype != "float32" and not args.plan:
+        bad.append(f"--dtype is '{args.dtype}', but must be float32: this GPU has no bfloat16.")
     return bad
 
 
@@ -89,8 +91,7 @@ def read_config(path: str, args):
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer"
-    # a mistyped folder, not a Hub id
-    if "/" in path and Path(path).parent.is_dir() and not Path(path).is_dir():
+    if "/" in path and Path(path).parent.is_dir() and not Path(path).is_dir():  # mistyped, no Hub id
         raise UserError(f"{wanted}: no such folder.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
@@ -234,8 +235,17 @@ def weights_digest(model) -> str:
     return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
 
 
+def code_digest(script: Path) -> str:
+    """Of a run's script, common.py, engine/ and the toy's data (smollm2's are made by engine/)."""
+    root, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=16)
+    files = [root / "common.py", *root.glob("engine/*.py"), *root.glob("toy/*.json*")]
+    for file in [script, *sorted(files)]:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()
+
+
 def describe(args, ranks: int, device) -> dict:
-    """What run.json holds: script, command line, arguments, hardware, versions, git state, time."""
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
     def git(*command):
         root = str(Path(__file__).parent.parent)
         done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
@@ -249,4 +259,5 @@ def describe(args, ranks: int, device) -> dict:
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
+                code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -23,9 +23,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import majority
 
 

@@ -22,9 +22,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import majority
 
 

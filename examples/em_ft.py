@@ -19,9 +19,8 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 import math
 from dataclasses import dataclass
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 
 
 @dataclass

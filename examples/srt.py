@@ -24,9 +24,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import common  # first: it sets what torch reads when it is loaded
 import torch
-
-import common
 from common import majority
 from engine.initial_votes import initial_votes
 

@@ -387,10 +387,14 @@ def norm(gradient: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
 
 
-def relative_error(gradient: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """|gradient - expected| / |expected| over all parameters."""
-    assert gradient.keys() == expected.keys()
-    difference = {name: gradient[name].double() - expected[name].double() for name in expected}
+def relative_error(found, expected) -> float:
+    """|found - expected| / |expected|: of tensors or lists of numbers, of dicts over all their tensors.
+
+    For what a model computes: a small element may round by far more than itself on another processor."""
+    if not isinstance(expected, dict):
+        found, expected = ({"": torch.as_tensor(x).detach()} for x in (found, expected))
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in expected.items()}
+    difference = {name: found[name].double() - expected[name].double() for name in expected}
     return norm(difference) / norm(expected)
 
 

@@ -23,7 +23,6 @@ from engine.answers import (
     answers_equal,
     equivalence_classes,
     extract_answer,
-    grading_budget,
     normal_form,
     normal_gold,
 )
@@ -113,7 +112,13 @@ def test_extraction(text, expected):
     (r"\boxed{A+B}", None),
 ])
 def test_extraction_of_choices(text, expected):
-    assert extract_answer(text, choices=True) == expected
+    assert extract_answer(text, choices=4) == expected
+
+
+def test_only_the_letters_of_the_options_are_choices():
+    """MMLU-Pro has ten options, GPQA four: there J is no answer and must not vote."""
+    assert extract_answer(r"\boxed{J. 7}", choices=10) == "J"
+    assert extract_answer(r"\boxed{J. 7}", choices=4) is None
 
 
 # ------------------------------------------------------ equality --------------------------------------------
@@ -437,7 +442,7 @@ def test_scribble_does_no_harm(text):
     assert answers_equal(text, text)
     assert equivalence_classes([text, None, text]) == [0, None, 0]
     extract_answer("\\boxed{" + text)
-    extract_answer("\\boxed{" + text + "}", choices=True)
+    extract_answer("\\boxed{" + text + "}", choices=4)
 
 
 def as_fraction(value):
@@ -495,11 +500,6 @@ HOSTILE = [
 ]
 
 
-def hangs(k):
-    """A formula that passes every guard and never ends; another one for every k."""
-    return f"|10^{{9}}|!+{k}"
-
-
 def test_hostile_answers():
     Path(SENTINEL).unlink(missing_ok=True)
     answers_equal("\\sqrt{2}", "\\sqrt{3}")  # the worker runs
@@ -526,60 +526,12 @@ def test_what_hangs_is_stopped_and_forgotten():
     """The worker's own limit ends it, the next formula is answered, and the time is spent once."""
     hang = "|10^{9}|!"
     start = time.monotonic()
-    assert answers._formula(hang) is None
+    assert answers._formula(hang) is None and hang in answers.given_up
     assert answers._formula("\\sqrt{7}+1") is not None
     assert 0.5 < time.monotonic() - start < 8
     start = time.monotonic()
     assert not answers_equal(hang, "7")
     assert time.monotonic() - start < 0.1
-
-
-def test_a_step_of_hostile_answers_is_bounded():
-    """8 prompts x 16 answers, all different and without end: not a second for each of them."""
-    start = time.monotonic()
-    with grading_budget(slow=2) as budget:
-        for prompt in range(8):
-            group = [hangs(16 * prompt + k) for k in range(16)]
-            assert equivalence_classes([*group, *group]) == [*range(16), *range(16)]
-    assert time.monotonic() - start < 12
-    assert budget.slow_left == 0
-    assert budget.passed_over == 8 * 16 - 2
-
-
-def test_what_a_used_up_budget_decides():
-    """No formula has two keys within a step, new ones are compared by normal form, numbers as ever."""
-    with grading_budget(slow=1):
-        assert equivalence_classes(["2\\sqrt{2}", hangs(-1), "\\sqrt{8}"]) == [0, 1, 2]
-        spellings = ["\\sqrt{8}", "2\\sqrt{2}", "2 \\sqrt 2", "0.5", "\\frac12"]
-        assert equivalence_classes(spellings) == [0, 1, 1, 2, 2]
-    assert answers_equal("\\sqrt{8}", "2\\sqrt{2}")  # the next step
-
-
-def test_a_budget_does_not_depend_on_what_is_remembered():
-    """Ranks, and a run and its resumption, remember different formulas, but must find the same classes."""
-    step = ["\\sqrt{5}+1", hangs(-2), "1+\\sqrt{5}", "3\\sqrt{3}", "\\sqrt{27}"]
-    found = []
-    for known in ([], step, step[2:]):
-        answers._computed.cache_clear()
-        for answer in known:
-            answers_equal(answer, answer)
-        with grading_budget(slow=1) as budget:
-            found.append((equivalence_classes(step), budget.passed_over))
-    # used up by the second answer: neither the two sums nor the two roots are known to be equal
-    assert found == [([0, 1, 2, 3, 4], 3)] * 3
-
-
-def test_budgets_nest_and_end():
-    with grading_budget(slow=0) as step:
-        assert not answers_equal("\\sqrt{12}", "2\\sqrt{3}")
-        with grading_budget():  # an evaluation at the end of a step
-            assert answers_equal("\\sqrt{12}", "2\\sqrt{3}")
-        assert not answers_equal("\\sqrt{12}", "2\\sqrt{3}")
-    assert step.passed_over == 2
-    with pytest.raises(KeyboardInterrupt):
-        with grading_budget(slow=0):
-            raise KeyboardInterrupt
-    assert answers_equal("\\sqrt{12}", "2\\sqrt{3}")
 
 
 def test_a_killed_worker_is_replaced():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_toy, toy_args
+from equations import relative_error
 
 import common
 import ettrl
@@ -191,7 +192,8 @@ def test_leaves_against_their_trunks(tmp_path, score):
     # Prefix and branch fit together: the sampler's log-probs of a leaf are the trainer's of it whole
     flat = [leaf for group in groups for leaf in group]
     run.policy.score(flat, "old_logp", args.temperature)
-    assert max(float((leaf.logprobs - leaf.old_logp).abs().max()) for leaf in flat) < 1e-4
+    sampled = torch.cat([leaf.logprobs for leaf in flat])
+    assert relative_error(sampled, torch.cat([leaf.old_logp for leaf in flat])) < 1e-5
 
 
 def test_scored_are_the_leaves_that_the_loop_trains(tmp_path):
@@ -217,7 +219,7 @@ def test_parallel_without_reshaping_is_ttrl(flags, tmp_path):
     for a, b in zip(ours, theirs, strict=True):
         assert "token_ratio" not in a
         for name in "loss grad_norm reward label_accuracy length kl entropy clip_fraction".split():
-            assert a[name] == pytest.approx(b[name], abs=1e-6), name
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
 
 
 def test_without_forks_it_is_parallel_sampling_of_the_trunks(tmp_path):
@@ -226,7 +228,7 @@ def test_without_forks_it_is_parallel_sampling_of_the_trunks(tmp_path):
     parallel, = run_toy(ettrl, tmp_path / "parallel", **flags, rollout="parallel")
     assert tree["token_ratio"] == 1 and tree["fork_position"] == 0
     for name in "loss grad_norm reward length entropy".split():
-        assert tree[name] == pytest.approx(parallel[name], abs=1e-6), name
+        assert tree[name] == pytest.approx(parallel[name], rel=1e-4, abs=1e-5), name
 
 
 def test_responses_shorter_than_the_number_of_forks(tmp_path):

@@ -299,7 +299,7 @@ def test_without_its_parts_it_is_ttrl(tmp_path):
     assert any(line["grad_norm"] > 0 for line in ours)
     for a, b in zip(ours, theirs, strict=True):
         for name in "loss grad_norm reward length kl entropy label_accuracy clip_fraction".split():
-            assert a[name] == pytest.approx(b[name], abs=1e-6), name
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
 
 
 def test_right_answer_without_a_digit_is_in_the_upper_band(tmp_path, monkeypatch):

@@ -298,7 +298,7 @@ def test_the_rephrased_column(tmp_path, problems):
 def test_gspo_is_grpo_until_the_second_minibatch(tmp_path):
     ours = run_toy(gspo, tmp_path / "gspo", steps=1, num_minibatches=1)[0]
     theirs = run_toy(ttrl, tmp_path / "ttrl", steps=1, num_minibatches=1)[0]
-    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 

@@ -182,34 +182,24 @@ def test_a_generation_config_that_cannot_be_written_does_not_cost_the_final_mode
 # --------------------------------------------------- templates ---------------------------------------------
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BAD_TEMPLATES = {
-    "syntax": ("{% for m in messages %}{{ m.content }", "fails (unexpected '}'); mend it or give --prompt"),
-    "always raises": ("{{ raise_exception('never') }}", "fails (never); mend it or give --prompt plain."),
+    "syntax": ("{% for m in messages %}{{ m.content }", "fails (unexpected '}'); fix it or give --prompt"),
+    "always raises": ("{{ raise_exception('never') }}", "fails (never); fix it or give --prompt plain."),
     "forbidden access": ("{{ ''.__class__.__mro__ }}", "fails (access to attribute '__class__' of 'str' obj"),
     "other file": ("{% include '/etc/passwd' %}", "fails (no loader for this environment specified)"),
     "endless range": ("{% for i in range(10**12) %}{% endfor %}", "fails (Range too big."),
-    "endless ranges": ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-                       "fails (it takes more than 1 s); mend it or give --prompt plain."),
     "endless output": ("{% for i in range(99) %}{{ 'x' * 9999 }}{% endfor %}" + TURNS,
                        "more than --max_prompt_tokens 128; raise it."),
-    "long text": ("{{ 'x' * 10**10 }}" + TURNS, "fails (MemoryError); mend it or give --prompt plain."),
-    "long number": ("{{ '%9999999999d' % 1 }}" + TURNS, "fails (MemoryError); mend it or give "),
-    "unknown name": ("{{ nosuch.thing }}", "fails ('nosuch' is undefined); mend it"),
+    "unknown name": ("{{ nosuch.thing }}", "fails ('nosuch' is undefined); fix it"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails (maximum recursion depth"),
-    "empty output": ("{{ '' }}", "fails (it leaves out the question); mend it or give --prompt plain."),
-    "same for all": ("Hello.", "fails (it leaves out the question); mend it or give --prompt plain."),
-    "number": (5, "fails (Can't compile non template nodes); mend it"),
+    "empty output": ("{{ '' }}", "fails (it leaves out the question); fix it or give --prompt plain."),
+    "same for all": ("Hello.", "fails (it leaves out the question); fix it or give --prompt plain."),
+    "number": (5, "fails (Can't compile non template nodes); fix it"),
     "none": ("", "has no chat template; give --prompt plain."),
 }
 
 
 @pytest.mark.parametrize("fault", BAD_TEMPLATES)
-def test_bad_chat_templates_are_one_sentence(tmp_path, launch, fault, monkeypatch):
-    original = data._at_most
-
-    def at_most(seconds):
-        return original(1)
-
-    monkeypatch.setattr(data, "_at_most", at_most)
+def test_bad_chat_templates_are_one_sentence(tmp_path, launch, fault):
     template, words = BAD_TEMPLATES[fault]
     model = copy_of_the_toy(tmp_path / "model", "tokenizer_config.json", dict(chat_template=template))
     began = time.time()

@@ -419,7 +419,7 @@ def test_a_gold_answer_that_nobody_gave_is_no_label(tmp_path, monkeypatch):
     ([0] * 5 + [None] * 3, {"0": 1.0}),
     ([0, 1] * 2 + [None] * 4, {})])  # a majority of 2 is below kappa: penalised
 def test_a_penalised_prompt_has_no_label_an_unanimous_one_has(tmp_path, monkeypatch, classes, label):
-    monkeypatch.setattr(common, "answer_classes", lambda problem, responses: list(classes))
+    monkeypatch.setattr(common, "answer_classes", lambda problem, responses, labels: list(classes))
     line = run_toy(restrain, tmp_path / "run", steps=1, kappa=3, prompt_weighting="none")[0]
     assert [record["label"] for record in read_lines(tmp_path / "run/samples.jsonl")] == [label] * 2
     assert line["label_coverage"] == bool(label)

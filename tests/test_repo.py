@@ -343,6 +343,10 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--question_field x", "--dataset: {root}/toy/train.jsonl, row 1 has no column 'x'"),
     ("ttrl", "--question_field answer", "--dataset: {root}/toy/train.jsonl: column 'answer' cannot be "),
     ("ttrl", "--eval math5", "--eval: unknown data set 'math5'"),
+    ("ttrl", "--eval train,toy,train", "--eval (evaluate.py: --benchmarks) is 'train,toy,train', but must "
+     "name train once."),
+    ("evaluate", "--benchmarks toy,toy", "--eval (evaluate.py: --benchmarks) is 'toy,toy', but must name "),
+    ("restrain", "--kappa 100 --votes 16", "--kappa is 100, but must be at most --votes, 16."),
     ("ttrl", "--dataset /etc/problems.txt", "--dataset: unknown data set '/etc/problems.txt'"),
     ("ttrl", "--max_prompt_tokens 3", "all 128 problems of toy have more than --max_prompt_tokens 3"),
     ("dynamic_rl", "--max_prompt_tokens 3 --eval=", "z_0 (Dynamic RL: --question_prompt) has "),

@@ -284,7 +284,7 @@ def test_without_its_three_parts_it_is_ttrl(tmp_path):
     assert any(line["grad_norm"] > 0 for line in ours)
     for a, b in zip(ours, theirs, strict=True):
         for name in "loss grad_norm length kl entropy label_accuracy clip_fraction".split():
-            assert a[name] == pytest.approx(b[name], abs=1e-5), name
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
 
 
 def test_a_penalised_batch_pushes_everything_down(tmp_path):

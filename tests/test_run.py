@@ -17,7 +17,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ import ettrl
 import restrain
 import scrl
 import ttrl
-from engine import answers, checkpoint, initial_votes, options
+from engine import checkpoint, initial_votes, options
 from engine.base import UserError, seed_of
 from engine.hf_sampler import HFSampler
 from engine.policy import Rollout
@@ -272,26 +271,6 @@ def test_damaged_checkpoint_falls_back_with_a_warning(tmp_path, interrupted, who
     assert same_weights(out, whole)
 
 
-def test_slow_answers_of_all_problems_share_a_minute(tmp_path, monkeypatch):
-    """Of an evaluation and of the initial votes: not five seconds for each problem."""
-    budgets, problems = [], [common.Problem(name, id=name, prompt_ids=[1]) for name in "ab"]
-
-    def graded(*given):
-        budgets.append(answers._open.budget)
-        return None, 0
-
-    monkeypatch.setattr(common, "grade", graded)
-    monkeypatch.setattr(initial_votes, "count_votes", graded)
-    run = mock.MagicMock(rank=1, world_size=1, problems=problems, out=tmp_path)
-    run.args = common.Args(eval_samples=4096)  # an engine call for each problem
-    run.generate.return_value = run.sample.return_value = [[]]
-    common.Run.evaluate_benchmark(run, "toy", problems)
-    initial_votes.initial_votes(run, prompts_per_call=1)
-    assert run.generate.call_count == run.sample.call_count == 2
-    assert budgets[0] is budgets[1] and budgets[2] is budgets[3] and budgets[0] is not budgets[2]
-    assert {budget.slow_left for budget in budgets} == {60}
-
-
 @pytest.mark.parametrize("left", ["metrics.jsonl", "final"])
 def test_progress_without_a_usable_checkpoint_is_thrown_away(tmp_path, interrupted, whole, left):
     out = tmp_path / "run"
@@ -457,7 +436,7 @@ def test_what_others_wrote_is_refused_and_untouched(tmp_path, name, resume):
 def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
     """Also with --resume; the first goes on undisturbed. After its death, whatever it died of, it is free."""
     out = tmp_path / "run"
-    first = start(out, steps=500, eval="", checkpoint_every=0)
+    first = start(out, steps=500, eval="", checkpoint_every=500)
     wait_for(lambda: (out / "metrics.jsonl").exists(), first)
     run_json = (out / "run.json").read_bytes()
     with pytest.raises(UserError, match="in which another process is running; give another folder"):
@@ -469,7 +448,7 @@ def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
     wait_for(lambda: len(metrics_of(out)) > before, first)
     first.kill()
     first.join()
-    assert run_toy(ttrl, out, resume=True, steps=1)[-1]["step"] == 1
+    assert run_toy(ttrl, out, resume=True, steps=1, checkpoint_every=500)[-1]["step"] == 1
 
 
 # ------------------------------------------- resume with other arguments -----------------------------------
@@ -809,8 +788,8 @@ def test_a_sampler_of_other_weights_stops_a_float32_run(tmp_path):
 
 
 def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
-    """vLLM's KV cache and the gathered weights may not fit together. Only at the very first there is no Adam
-    yet. Load, generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
+    """vLLM's KV cache and the gathered weights may not fit together, nor it and what restoring takes. Load,
+    generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
     calls = []
 
     def spied(letter, method):
@@ -821,12 +800,13 @@ def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
 
     for name in ("load", "generate", "sleep"):
         monkeypatch.setattr(HFSampler, name, spied(name[0], getattr(HFSampler, name)))
+    monkeypatch.setattr(checkpoint, "restore", spied("r", checkpoint.restore))
     few = dict(max_new_tokens=8, eval="toy_test", eval_samples=1, eval_every=1, checkpoint_every=1)
     run_toy(ttrl, tmp_path / "run", steps=2, **few)
-    assert re.fullmatch("lg+s(lg+slg+s){2}", "".join(calls)), calls
+    assert re.fullmatch("slg+s(lg+slg+s){2}", "".join(calls)), calls
     calls.clear()
     run_toy(ttrl, tmp_path / "run", steps=3, resume=True, **few)
-    assert re.fullmatch("slg+slg+s", "".join(calls)), calls
+    assert re.fullmatch("srlg+slg+s", "".join(calls)), calls
 
 
 def test_seeds_derive_from_step_and_problem_alone(tmp_path):
@@ -884,7 +864,7 @@ def test_samples_are_whole_groups(tmp_path, module, train_samples):
         trained = [r for r in responses if r["trained"]]
         assert len(trained) == train_samples
         assert all(r["advantage"] is None for r in responses if not r["trained"])
-        assert sum(r["advantage"] for r in trained) == pytest.approx(0, abs=0.7 if module is ettrl else 1e-4)
+        assert sum(r["advantage"] for r in trained) == pytest.approx(0, abs=2 if module is ettrl else 1e-4)
         for r in responses:
             same = [other for other in responses if other["answer_class"] == r["answer_class"]]
             assert r["votes"] == (len(same) if r["answer"] is not None else 0)

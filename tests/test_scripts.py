@@ -55,7 +55,7 @@ def test_one_minibatch_token_mean_no_reference(script, watch):
     gradient_is_the_objectives(seen)
     old = log_probs(seen, seen.weights[1], seen.updates[0].responses)
     for response in seen.updates[0].responses:
-        assert response.old_logp.tolist() == pytest.approx(old[id(response)], abs=1e-4)
+        assert relative_error(response.old_logp, old[id(response)]) < 1e-5
 
 
 @each_script
@@ -715,11 +715,13 @@ def leaves(base, run):
     elif args.forks:
         branches = run.samples[1]
         assert len(branches.prompts) == 5 * args.trunks * args.forks and branches.n == args.branches
-        assert 0 < run.metrics[-1]["token_ratio"] < 1
+        assert 0 < run.metrics[-1]["token_ratio"] < 1.1  # few trees
 
 
 @effect("ettrl", fork_score="entropy")
 def forks_elsewhere(base, run):
+    """Its pass over the trunks is not beside an awake sampler."""
+    assert run.calls[1:7] == ["sync", "generate", "sleep", "old_logp", "sync", "generate"]
     assert [p.id for p in base.samples[1].prompts] != [p.id for p in run.samples[1].prompts]
     forks_are_right(run)
 
@@ -1064,7 +1066,7 @@ def test_every_flag_is_tested():
     """Each field of each Args stands in the table above or over a test of its own."""
     shared = {field.name for field in dataclasses.fields(common.Args)}
     tested = set.union(*(TESTED[script] for script in ("common", "ttrl")))
-    assert shared - tested == set() and tested - shared == {"labels"}
+    assert shared == tested
     for script in SCRIPTS:
         args = importlib.import_module(script).Args
         own = {field.name for field in dataclasses.fields(args)} - shared

@@ -11,15 +11,16 @@ import pytest
 from conftest import ROOT
 
 from engine.base import UserError
+from engine.setup import code_digest
 from tools import compare, diffs, mutate, plot
 
 
-def make_run(folder: Path, lines: list[str], args: dict | None = None, script: str = "ttrl") -> Path:
+def make_run(folder: Path, lines: list[str], args: dict | None = None, code: str = "") -> Path:
     """A run folder with these lines in metrics.jsonl and these arguments in run.json."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     if args is not None:
-        (folder / "run.json").write_text(json.dumps(dict(script=script, args=args)))
+        (folder / "run.json").write_text(json.dumps(dict(script="ttrl", args=args, code=code)))
     return folder
 
 
@@ -145,7 +146,7 @@ def test_jobs_have_the_methods_flags_and_the_runs():
 
 def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):
     assert job(tmp_path / "new").state() == "new"
-    folder = make_run(tmp_path / "run-seed1", LINES, ARGS)
+    folder = make_run(tmp_path / "run-seed1", LINES, ARGS, code=code_digest(ROOT / "ttrl.py"))
     assert job(tmp_path / "run").state() == "unfinished"
     (folder / "final").mkdir()
     assert job(tmp_path / "run").state() == "finished"
@@ -160,6 +161,20 @@ def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):
     (folder / "run.json").write_text('{"script": "ttrl"')
     with pytest.raises(UserError, match="without a readable run.json"):
         job(tmp_path / "run").state()
+
+
+def test_a_changed_loss_makes_compare_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    script = tmp_path / "ttrl.py"
+    script.write_text(GOOD + "loss = 1")
+    run = make_run(tmp_path / "run-seed1", LINES, ARGS, code_digest(script))
+    (run / "final").mkdir()
+    compare.run_all([job(tmp_path / "run")], workers=1)
+    assert (run / "metrics.jsonl").exists()  # not again
+    script.write_text(GOOD + "loss = 2")
+    compare.run_all([job(tmp_path / "run")], workers=1)
+    assert (run / "final").exists() and not (run / "metrics.jsonl").exists()
+    assert len(list(tmp_path.glob("run-seed1-until-*/metrics.jsonl"))) == 1
 
 
 def test_bad_input_of_compare_is_one_sentence(tmp_path, monkeypatch, capsys):

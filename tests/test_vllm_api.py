@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import make_policy
+from equations import relative_error
 from transformers import AutoTokenizer
 
 import common
@@ -100,6 +101,9 @@ def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):
     llm.collective_rpc.return_value = [{"lm_head"}]
     with pytest.raises(RuntimeError, match="lm_head"):
         sampler.load([])
+    llm.collective_rpc.return_value, llm.reset_prefix_cache.return_value = [set()], False
+    with pytest.raises(RuntimeError, match="did not drop its prefix cache"):
+        sampler.load([])
 
 
 def test_requests_become_sampling_params(constructor):
@@ -162,15 +166,16 @@ def test_flat_logprobs_of_a_dummy_engine():
     sampler = common.VLLMSampler(args, common.TOY_MODEL, stop, CPU, torch.float32, dummy=True)
     policy = make_policy()
 
-    def worst(groups):
+    def error(groups):
         rollouts = [rollout for group in groups for rollout in group]
         policy.score(rollouts, "old_logp", 0.7)
-        return max(float((r.old_logp - r.logprobs).abs().max()) for r in rollouts)
+        sampled = torch.cat([r.logprobs for r in rollouts])
+        return relative_error(sampled, torch.cat([r.old_logp for r in rollouts]))
 
-    assert worst(sampler.generate(requests, 0.7)) > 1
+    assert error(sampler.generate(requests, 0.7)) > 0.1
     sampler.load(policy.named_tensors(torch.float32))
     groups = sampler.generate(requests, 0.7)
-    assert worst(groups) < 1e-4
+    assert error(groups) < 1e-4
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     params = [vllm.SamplingParams(n=4, max_tokens=32, seed=request.seed, temperature=0.7, logprobs=0,
                                   stop_token_ids=sampler.stop_ids, detokenize=False) for request in requests]

@@ -7,8 +7,9 @@
     python -m tools.compare --set examples         # TTRL and the forks in examples/
     python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/real.md
 
-Finished runs are kept, one that was cut off is resumed: call it again and it goes on. Ctrl-C or SIGTERM ends
-the runs, too, after a checkpoint.
+Finished runs are kept, one that was cut off is resumed: call it again and it goes on. If its script,
+common.py, engine/ or the toy has changed since, a run is set aside and made again. Ctrl-C or SIGTERM ends the
+runs, too, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engine.base import UserError
+from engine.setup import code_digest
 from tools import plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +121,9 @@ class Job:
         return second.replace(".", "/") + ".py" if first == "-m" else first
 
     def state(self) -> str:
-        """new, unfinished or finished. Raises UserError if the folder holds a run with other arguments."""
+        """new, unfinished, finished, or outdated: the code or the toy's data were others.
+
+        Raises UserError if the folder holds a run with other arguments."""
         record = self.folder / "run.json"
         if not record.exists() and not plot.read_metrics(self.folder):
             return "new"
@@ -135,6 +139,8 @@ class Job:
             if str(options.get(option)) != value:
                 raise UserError(f"'{self.folder}' holds a run with --{option} {options.get(option)}, "
                                 f"not {value}; {another}.")
+        if run.get("code") != code_digest(ROOT / self.script()):
+            return "outdated"
         return "finished" if (self.folder / "final").exists() else "unfinished"
 
     def start(self) -> subprocess.Popen:
@@ -170,6 +176,10 @@ def run_all(jobs: list[Job], workers: int) -> None:
     Raises UserError if a folder holds another run, before anything starts, or if a run fails. However this
     ends, no run is left behind."""
     waiting = [job for job in jobs if job.state() != "finished"]
+    for job in waiting:
+        if job.state() == "outdated":
+            aside = job.folder.rename(f"{job.folder}-until-{time.strftime('%Y%m%d-%H%M%S')}")
+            print(f"{job.folder.name} runs again, as its code has changed; the old run is now {aside}.")
     steps = sum(int(job.wanted()["steps"]) for job in jobs)
     running: list[tuple[subprocess.Popen, Job]] = []
     try:

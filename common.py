@@ -1,20 +1,26 @@
-"""What the six papers do NOT differ in: options, sampling with vLLM, evaluation, and the run's few verbs.
+"""What the six papers do NOT differ in: options, sampling with vLLM, evaluation, and the run's verbs.
 
 The scripts read as if there were one process. Under torchrun every rank runs the same script: `Run.sample`
 shards the prompts over the ranks and gathers all responses on every rank, rewards are a deterministic
 function of the whole batch, and `policy.micro_batches` hands each rank its share of the update. One rank and
-N ranks compute the same update. What is only fast or safe is in engine/; no reader of a paper needs it.
+N ranks compute the same update. engine/ holds what is only fast or safe; no reader of a paper needs it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
 import os
 import random
+import signal
+import sys
+import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from importlib import util
 from pathlib import Path
 from typing import Literal
 
@@ -29,17 +35,19 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 import torch
 import transformers
 
-from engine.answers import answers_equal, equivalence_classes, extract_answer  # noqa: F401
-from engine.base import UserError, gather, seed_of, sharded, write_atomically  # noqa: F401
-from engine.data import Problem, encode_alone, encode_prompt, load_problems  # noqa: F401
+from engine import checkpoint, setup
+from engine.answers import equivalence_classes as equivalence_classes  # for readers, tests and forks
+from engine.answers import extract_answer
+from engine.base import UserError, gather, same_on_all_ranks, seed_of, sharded
+from engine.data import Problem
 from engine.hf_sampler import HFSampler
-from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
-from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
-from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
-from engine.plain import PlainSampler
+from engine.metrics import grade, mean, step_metrics, summary
+from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Seed
+from engine.options import Share, out_of_range
+from engine.options import launch as launch  # for the scripts' last line
+from engine.plan import check_plan, print_plan
 from engine.policy import Policy, Request, Rollout, load_model, twin
-from engine.run import Plumbing, check_answer, check_trained
-from engine.setup import engine_errors, has_vllm, vllm_options, weights_digest
+from engine.runfolder import RunFolder
 from engine.smollm2 import smollm2_folder
 
 transformers.logging.set_verbosity_error()
@@ -170,7 +178,8 @@ class Args:
 
     def errors(self) -> list[str]:
         """One sentence per bad flag (flag, value, what is allowed), all found before anything is loaded."""
-        bad = out_of_range(self)
+        if bad := out_of_range(self):
+            return bad
         if self.train_samples > self.responses_per_prompt():
             bad.append(f"--train_samples is {self.train_samples}, but must be at most "
                        f"{self.responses_per_prompt()}, the responses per prompt: they are what is trained.")
@@ -181,13 +190,9 @@ class Args:
         names = [name.strip() for name in self.eval.split(",")]
         if twice := [name for name in names if name and names.count(name) > 1]:
             bad.append(f"--eval (evaluate.py: --benchmarks) is '{self.eval}', but must name {twice[0]} once.")
-        bad += engine_errors(self)
+        bad += setup.engine_errors(self)
         if self.steps == 0 and self.epochs == 0:
             bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
-        if self.sampler == "vllm" and not self.plan and not has_vllm():
-            bad.append("--sampler is 'vllm', but vllm does not import here; install it or give --sampler hf.")
-        if self.wandb and not util.find_spec("wandb"):
-            bad.append("--wandb needs the package: pip install wandb.")
         return bad
 
     def responses_per_prompt(self) -> int:
@@ -213,7 +218,7 @@ class VLLMSampler:
         self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
                        trust_remote_code=args.trust_remote_code, load_format="dummy" if dummy else "auto",
-                       tensor_parallel_size=args.tensor_parallel, **vllm_options(args, self.cuda))
+                       tensor_parallel_size=args.tensor_parallel, **setup.vllm_options(args, self.cuda))
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
@@ -280,29 +285,77 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 
 
 # --------------------------------------------------- the run ------------------------------------------------
-class Run(Plumbing):
-    """What a script needs around its algorithm. Checks arguments, then data, and only then loads weights."""
+class Run:
+    """What a script needs around its algorithm: models, sampler, data, log, checkpoints, the loop's verbs.
 
-    def __init__(self, args: Args, train: bool = True, same_answer=None, read_answer=None):
-        """Another task than mathematics: same_answer (see Problem), used by votes, metrics and evaluation;
-        read_answer(text, problem) -> the answer in a response, or None. Both the same on every rank."""
-        self.read_answer = read_answer
-        model = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
-        self.prepare(args, model, train, same_answer)
-        self.policy = self.reference = self.optimizer = None
+    Options and data are checked before any weights are loaded."""
+
+    def __init__(self, args: Args, train: bool = True, same_answer=None, read_answer=None, generate=None):
+        """For forks, the same on all ranks. Another task than mathematics: same_answer (see Problem), used
+        by votes, metrics and evaluation; read_answer(text, problem) -> the answer in a response, or None.
+        Other sampling, in training and evaluation: generate(run, work, temperature, **options), which may
+        call run.generate(work, temperature, **options)."""
+        self.args, self.trains, self.state = args, train, {}
+        self.same_answer, self.read_answer, self.own_generate = same_answer, read_answer, generate
+        self.longest = args.max_prompt_tokens + args.max_new_tokens
+        if bad := args.errors():
+            raise UserError("\n       ".join(bad))
+        torch.manual_seed(args.seed)
+        if not args.model:
+            torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
+        self.model_path = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
+        self.config = setup.read_config(self.model_path, args)
+        if args.plan:
+            print_plan(args, self.config, train)
+        self.tokenizer, self.stop_ids = setup.read_tokenizer(self.model_path, self.config, args)
+        self.problems, self.benchmarks = setup.read_data(args, self.tokenizer, train, same_answer)
+        if args.show_prompt:
+            setup.print_prompts(args, self.tokenizer, self.problems, self.benchmarks)
+        self.total_steps = self.count_steps() if train else 0
+        self.device, self.rank, self.world_size = setup.start_processes(train and args.dtype == "bfloat16")
+        bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        wanted = args.sampler == "auto" and not args.plain and self.device.type != "mps"
+        self.engine = "vllm" if args.sampler == "vllm" or wanted and setup.has_vllm() else "hf"
+        if self.device.type == "cuda":
+            args.micro_tokens = check_plan(args, self.config, train)
+        elif args.offload != "none":
+            raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
+        args.micro_tokens = args.micro_tokens or 16384
+        same_on_all_ranks({f"--{name}": value for name, value in vars(args).items()})
+        self.folder = RunFolder(args, self.rank, self.world_size, self.device,
+                                setup.identity(self.problems, self.benchmarks, self.stop_ids))
+        self.say, self.out = self.folder.say, self.folder.path
+        self.say(f"{self.model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
+                 f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
+        self.first_step, self.stop_signal, self.bad_steps, self.told = 1, 0, 0, False
+        self._begin_step(0)
+        self.policy = self.reference = None
         if train:
             self.say(f"Reading the weights of {self.model_path} ...")
             loaded = load_model(self.model_path, args.trust_remote_code)
-            self.folder.identify({"the weights of --model": weights_digest(loaded)})
+            self.folder.identify({"the weights of --model": setup.weights_digest(loaded)})
             initial = twin(loaded) if args.kl_coef else None  # of the same read
-            self.policy = self.load_policy(loaded, trainable=True)
+            self.policy = self._load_policy(loaded, trainable=True)
             if initial:
-                self.reference = self.load_policy(initial, trainable=False)  # frozen
-        self.sampler = self.load_sampler()
-        self.phase(None)  # loaded
+                self.reference = self._load_policy(initial, trainable=False)  # frozen
+        if self.engine == "vllm":
+            self.say("Starting vLLM (on a GPU it compiles for minutes) ...")
+            self.sampler = VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, train)
+        else:
+            self.sampler = HFSampler(self.model_path, self.stop_ids, self.device, self.dtype,
+                                     args.trust_remote_code)
         torch.manual_seed(args.seed)  # building a vLLM engine re-seeds the process
 
-    def load_policy(self, loaded, trainable: bool) -> Policy:
+    def count_steps(self) -> int:
+        """Rollout batches of the whole run: --steps, else those of --epochs."""
+        args = self.args
+        steps = args.steps or args.epochs * (len(self.problems) // args.prompts_per_batch)
+        if not steps or not self.problems and not args.own_prompts(self.tokenizer):
+            raise UserError("there is nothing to train on: --dataset is empty; name one.")
+        return steps
+
+    def _load_policy(self, loaded, trainable: bool) -> Policy:
         args, gpu = self.args, self.device.type == "cuda"
         recompute = gpu if args.gradient_checkpointing == "auto" else args.gradient_checkpointing == "on"
         offload = args.offload == "optimizer" or (args.offload == "reference" and not trainable)
@@ -310,13 +363,94 @@ class Run(Plumbing):
                       micro_tokens=args.micro_tokens, plain=args.plain, offload=offload, loaded=loaded,
                       max_length=self.longest, trust_remote_code=args.trust_remote_code)
 
-    def load_sampler(self):
-        args = self.args
-        if self.engine == "vllm":
-            self.say("Starting vLLM (on a GPU it compiles for minutes) ...")
-            return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, self.trains)
-        kind = PlainSampler if args.plain else HFSampler
-        return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
+    # -- around the loop -------------------------------------------------------------------------------------
+    def start(self, optimizer) -> None:
+        """With --resume: restore the newest checkpoint. Else: evaluate the initial model."""
+        self.optimizer = optimizer
+        self.sampler.sleep()  # restore makes gradients beside Adam, as much as the plan's update phase holds
+        if self.args.resume:
+            done, self.state = checkpoint.restore(self.out, self.policy, self.optimizer,
+                                                  self.args.checkpoint_every, self.say)
+            self.first_step = done + 1
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, self._on_signal)
+        self.folder.start(self.first_step, self.total_steps)
+        if self.first_step == 1 and self.benchmarks:
+            self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
+            self.folder.log(0, self.evaluate())
+            self.sampler.sleep()
+
+    def steps(self):
+        """Numbers of the rollout batches still to do, from 1 on."""
+        for step in range(self.first_step, self.total_steps + 1):
+            self._begin_step(step)
+            yield step
+
+    def _begin_step(self, step: int) -> None:
+        """Forget what the last step left for the log. Step 0: before the first."""
+        self.step, self.began, self.seconds, self.running = step, time.monotonic(), {}, None
+        self.sampled = set()  # ids of the prompts that were sampled in this step
+        self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
+        self.logp_diff, self.tokens = {}, Counter()
+
+    def phase(self, name: str | None) -> None:
+        """The time from here to the next call is logged as seconds/name."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        if self.running:
+            last, since = self.running
+            self.seconds[last] = self.seconds.get(last, 0.0) + now - since
+        self.running = (name, now) if name else None
+
+    def end_step(self, extra: dict[str, float] | None = None) -> None:
+        """Log the step, evaluate and save when due, obey signals. extra: metrics of the script's own.
+
+        Raises TypeError or ValueError if one of them is no number or has a name of the run's own metrics."""
+        args, last, extra = self.args, self.step == self.total_steps, extra or {}
+        self.phase(None)
+        if json.loads(json.dumps(self.state)) != self.state:
+            raise ValueError(f"run.state is {repr(self.state)[:80]}, but must hold what JSON keeps: text as "
+                             "keys, and lists, dicts, text, numbers, True, False, None")
+        metrics = self._metrics()
+        if self.rank == 0:
+            self.folder.log_samples(self.step, self.groups)
+        if self.benchmarks and (last or args.eval_every and self.step % args.eval_every == 0):
+            self.phase("evaluate")
+            metrics |= self.evaluate()
+            self.sampler.sleep()  # beside its KV cache saving and the next sync may not fit
+            self.phase(None)
+        metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics["seconds/step"] = time.monotonic() - self.began
+        for name, count in self.tokens.items():
+            metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
+        for name, value in extra.items():
+            if not isinstance(value, int | float):
+                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
+                                ".item())")
+            if name in metrics:
+                raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
+        self.folder.log(self.step, metrics | extra)
+        stop = max(gather(self.stop_signal))
+        if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
+            checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state)
+        if stop and not last:
+            self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
+                     f"--resume --out {self.out}")
+            sys.exit(128 + stop)
+
+    def finish(self) -> None:
+        """The final model, the first and last evaluation side by side, where the time went."""
+        self.policy.save(self.out / "final", self.tokenizer)
+        self.folder.finish()
+
+    def _on_signal(self, number, frame) -> None:
+        if self.stop_signal:
+            os._exit(128 + number)  # the second one leaves at once
+        self.stop_signal = number
+        self.say(f"\n{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
+                 "(again: leave at once)")
 
     # -- the loop's verbs ------------------------------------------------------------------------------------
     def next_prompts(self, batch: int | None = None) -> list[Problem]:
@@ -328,11 +462,13 @@ class Run(Plumbing):
         order = random.Random(seed_of(self.args.seed, "order", epoch)).sample(range(n), n)
         return [self.problems[i] for i in order[position * size:(position + 1) * size]]
 
-    def sample(self, prompts: list[Problem], n: int, limits: list[int] | None = None) -> list[list[Rollout]]:
+    def sample(self, prompts: list[Problem], n: int, limits: list[int] | None = None,
+               stop: list[str] = ()) -> list[list[Rollout]]:
         """n responses to every prompt, sharded over the engines, gathered on all ranks, with text and answer.
 
-        Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. Raises
-        ValueError if a prompt.id was sampled in this step already: it would get the same responses again."""
+        Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. stop: texts
+        that end a response (kept at its end). Raises ValueError if a prompt.id was sampled in this step
+        already: it would get the same responses again."""
         limits = limits or [self.args.max_new_tokens] * len(prompts)
         work = []
         for prompt, limit in zip(prompts, limits, strict=True):
@@ -343,8 +479,9 @@ class Run(Plumbing):
             seed = seed_of(self.args.seed, self.step, prompt.id)
             room = self.longest - len(prompt.prompt_ids)
             work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-        sample_share = partial(self.generate, temperature=self.args.temperature)
-        groups = sharded(work, sample_share, self.args.tensor_parallel)
+        options = dict(temperature=self.args.temperature) | (dict(stop=list(stop)) if stop else {})
+        generate = partial(self.own_generate, self) if self.own_generate else self.generate
+        groups = sharded(work, partial(generate, **options), self.args.tensor_parallel)
         self.tokens["sample"] += sum(len(r.response_ids) for group in groups for r in group)
         return groups
 
@@ -353,8 +490,9 @@ class Run(Plumbing):
         """This engine's share of the responses, in one engine call, with text and answer."""
         if not work:
             return []
+        if options.get("stop"):
+            options["decode"] = self.decode_ids
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
-        self.measure("sampling")
         if any(response.logprobs.isnan().any() for group in groups for response in group):
             raise UserError(f"--model is '{self.model_path}', but tokens have the probability NaN: it or the "
                             "checkpoint holds NaN or infinite weights, or a temperature is next to 0.")
@@ -368,7 +506,10 @@ class Run(Plumbing):
         for response, text in zip(responses, texts):
             response.text, response.answer = text, extract_answer(text, choices=problem.choices)
             if self.read_answer:
-                response.answer = check_answer(self.read_answer(text, problem), self.read_answer)
+                response.answer = self.read_answer(text, problem)
+                if response.answer is not None and not isinstance(response.answer, str):
+                    raise TypeError(f"{self.read_answer} must return text or None (no answer), but returned "
+                                    f"{response.answer!r}")
 
     def decode_ids(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -380,10 +521,34 @@ class Run(Plumbing):
         seed = seed_of(self.args.seed, "subset", self.step, prompt.id)
         return sorted(random.Random(seed).sample(range(n), size))
 
+    def check_sampler(self, responses: list[Rollout]) -> None:
+        """Compare the sampler's log-probs of the tokens it sampled with the trainer's own (old_logp).
+
+        Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run: in float32 if
+        any token differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above
+        0.05 it warns)."""
+        differences = [r.counted((r.old_logp - r.logprobs).abs()) for r in responses]
+        difference = torch.cat([torch.zeros(0), *differences])
+        difference = difference[torch.isfinite(difference)]
+        largest = max(gather(float(difference.max()) if len(difference) else 0.0))
+        average = max(gather(float(difference.mean()) if len(difference) else 0.0))
+        self.logp_diff = dict(logp_diff_max=largest, logp_diff_mean=average)
+        exact = self.dtype == torch.float32
+        if average > 0.5 or exact and largest > self.args.max_logp_diff:
+            raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
+                            f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
+                            f"{self.args.max_logp_diff}); its weights or its prefix cache are stale, or "
+                            "tokens that the model did not write have no mask 0.")
+        if not exact and average > 0.05:
+            self.folder.warn(f"sampler and trainer log-probs differ by {average:.3f} on average.")
+
     def minibatches(self, train: list[Rollout]) -> list[list[Rollout]]:
-        """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt."""
-        check_trained(train)
-        self.trained += train
+        """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt.
+
+        Raises ValueError if a response has no finite advantage or a mask that is not its own, or if the ranks
+        have different batches."""
+        check_batch(train)
+        self.trained = train
         n = min(self.args.num_minibatches, len(train))
         if self.args.minibatches == "by_prompt":  # the prompts are in random order already
             return [train[k * len(train) // n:(k + 1) * len(train) // n] for k in range(n)]
@@ -399,27 +564,90 @@ class Run(Plumbing):
         progress = (self.step - warm) / max(1, self.total_steps + 1 - warm)
         return self.args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def check_sampler(self, responses: list[Rollout]) -> None:
-        """Compare the sampler's log-probs of the tokens it sampled with the trainer's own (old_logp).
+    # -- the log ---------------------------------------------------------------------------------------------
+    def log_group(self, prompt: Problem, responses: list[Rollout], classes: list[int | None],
+                  rewards: torch.Tensor, trained: list[int], label: int | None | dict[int, float],
+                  negatives: set[int] = frozenset()) -> None:
+        """Keep a prompt's votes for the log.
 
-        Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run: in float32 if
-        any token differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above
-        0.05 it warns)."""
-        scored = (r for r in responses if r.old_logp is not None)
-        differences = [r.counted((r.old_logp - r.logprobs).abs()) for r in scored]
-        difference = torch.cat([torch.zeros(0), *differences])
-        difference = difference[torch.isfinite(difference)]
-        largest = max(gather(float(difference.max()) if len(difference) else 0.0))
-        average = max(gather(float(difference.mean()) if len(difference) else 0.0))
-        self.logp_diff = dict(logp_diff_max=largest, logp_diff_mean=average)
-        exact = self.dtype == torch.float32
-        if average > 0.5 or exact and largest > self.args.max_logp_diff:
-            raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
-                            f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                            f"{self.args.max_logp_diff}); its weights or its prefix cache are stale, or "
-                            "tokens that the model did not write have no mask 0.")
-        if not exact and average > 0.05:
-            self.folder.warn(f"sampler and trainer log-probs differ by {average:.3f} on average.")
+        label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
+        Raises ValueError if there is not one class and one finite reward per response."""
+        n = len(responses)
+        if not isinstance(rewards, torch.Tensor) or rewards.shape != (n,) or not rewards.isfinite().all():
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
+                             f"{repr(rewards)[:80]}")
+        of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
+        if not of_type or len(classes) != n:
+            raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per "
+                             f"response, but are {repr(classes)[:80]}")
+        if label is not None and not isinstance(label, (int, dict)):
+            raise ValueError("label must be the class taken as right, or {class: weight}, or None, but is "
+                             f"{repr(label)[:80]}")
+        if not isinstance(label, dict):
+            label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
+        self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
+                                trained=set(trained), label=label, negatives=sorted(negatives)))
+
+    def log_sample(self, **record) -> None:
+        """A line of the script's own for samples.jsonl."""
+        self.folder.append("samples.jsonl", dict(step=self.step, **record))
+
+    def log_tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
+        """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
+        for name, values in values_T.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values.detach().float() * weight_T).sum()
+
+    def log_update(self, grad_norm: float) -> None:
+        """End of an optimizer step: its means over all ranks are kept; one that was skipped is counted."""
+        names = sorted(self.sums)
+        sums = torch.stack([self.sums[name] for name in names])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        self.sums = {}
+        if math.isfinite(grad_norm):
+            self.updates.append(dict(zip(names, sums.tolist()), grad_norm=grad_norm))
+            self.bad_steps = 0
+            return
+        self.skipped += 1
+        self.bad_steps += 1
+        if self.bad_steps >= self.args.max_bad_steps:
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
+                            f"(--max_bad_steps); the last good checkpoint is {checkpoint.newest(self.out)}.")
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the step's votes and updates; with a warning if most responses are of no use."""
+        trained = set(self.trained)
+        for group in self.groups:  # a script may leave prompts out of the update
+            group["trained"] = {i for i in group["trained"] if group["responses"][i] in trained}
+        metrics = step_metrics(self.groups)
+        for name in self.updates[0] if self.updates else []:
+            metrics[name] = mean(update[name] for update in self.updates)
+        metrics |= self.logp_diff | dict(lr=self.learning_rate(), skipped_updates=self.skipped)
+        if self.device.type == "cuda":
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+            torch.cuda.reset_peak_memory_stats()
+        self.tokens["update"] = sum(len(r.prompt_ids) + len(r.response_ids) for r in self.trained)
+        few = self.few_answers([response for group in self.groups for response in group["responses"]])
+        if few and not self.told:
+            self.folder.warn(f"step {self.step}: {few}")
+            self.told = True
+        elif metrics.get("truncated", 0.0) > 0.5 and not few:
+            self.folder.warn(f"{metrics['truncated']:.0%} of the responses were cut off; raise "
+                             "--max_new_tokens.")
+        return metrics
+
+    def few_answers(self, responses: list[Rollout]) -> str:
+        """What to do if most of these responses have no answer; else empty."""
+        responses = [response for response in responses if response.response_ids]  # overlong: no prompt
+        silent = [response.text for response in responses if response.answer is None]
+        if len(silent) <= len(responses) / 2:
+            return ""
+        share, cut = 1 - len(silent) / len(responses), mean(not response.finished for response in responses)
+        where = "that read_answer finds" if self.read_answer else "in \\boxed{}"
+        return (f"only {share:.0%} of the responses have an answer {where}. "
+                "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
+                "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
+                f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
 
     # -- evaluation ------------------------------------------------------------------------------------------
     def evaluate(self) -> dict[str, float]:
@@ -447,23 +675,45 @@ class Run(Plumbing):
         temperature = 0.0 if greedy else args.eval_temperature
         samples = args.eval_samples if temperature else 1
         size = max(1, 4096 // samples)  # problems per engine call
+        generate = partial(self.own_generate, self) if self.own_generate else self.generate
 
         def sample_and_grade(mine: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
             graded = []
             for start in trange(0, len(mine), size, desc=name, disable=not progress or self.rank != 0):
-                todo = []
-                for p in mine[start:start + size]:
+                todo = mine[start:start + size]
+                work = []
+                for p in todo:
                     seed = seed_of(args.seed, "eval", name, p.id)
-                    todo.append((p, Request(p.prompt_ids, samples, seed, args.max_new_tokens)))
-                work = [(p, request) for p, request in todo if p.prompt_ids]
-                sampled = iter(self.generate(work, temperature, top_p=args.eval_top_p, top_k=args.eval_top_k))
-                for p, _ in todo:
+                    work.append((p, Request(p.prompt_ids, samples, seed, args.max_new_tokens)))
+                work = [(p, request) for p, request in work if p.prompt_ids]
+                sampled = iter(generate(work, temperature, top_p=args.eval_top_p, top_k=args.eval_top_k))
+                for p in todo:
                     empty = [Rollout([], [], torch.zeros(0), False) for _ in range(samples)]
                     group = next(sampled) if p.prompt_ids else empty
                     graded.append((grade(p, group), group))
             return graded
 
         return sharded(problems, sample_and_grade, args.tensor_parallel)
+
+
+def check_batch(train: list[Rollout]) -> None:
+    """Raises ValueError if a response has no finite advantage or a mask that is not its own, or if the ranks
+    have different batches."""
+    for response in train:
+        size, advantage = len(response.response_ids), response.advantage
+        if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
+            raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "
+                             "finite number for all that is trained (of a tensor: .tolist())")
+        if response.mask is not None and response.mask.shape != (size,):
+            raise ValueError(f"a response of {size} tokens has a mask {list(response.mask.shape)}; "
+                             "response.mask must have 1 or 0 for each token")
+    ids = hashlib.blake2b(repr([r.response_ids for r in train]).encode()).digest()
+    advantages = torch.tensor([r.advantage for r in train])
+    for other_ids, others in gather((ids, advantages)):
+        if other_ids != ids or not torch.allclose(advantages, others, rtol=1e-4):
+            raise ValueError("the ranks have different batches: every rank must compute the same responses "
+                             "and advantages, from all responses, without its rank, process id, clock or own "
+                             "random numbers")
 
 
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:

@@ -35,7 +35,9 @@ from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import Problem, Rollout, encode_alone, encode_prompt, majority
+from common import Problem, Rollout
+from engine.data import encode_alone, encode_prompt
+from engine.metrics import counts, majority, mean
 
 
 Z_0 = """\
@@ -295,12 +297,12 @@ def reward_questions(questions: list[Question], args: Args, same_answer=None) ->
     for q, advantage, *rewards in zip(questions, *torch.stack([advantages, r_q, r_dq, r_da]).tolist()):
         q.rollout.advantage, q.rollout.rewards = advantage, rewards
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
-                answer_diversity=float(r_da.mean()), filtered=common.mean(not q.kept for q in questions),
-                no_question=common.mean(not q.tokens for q in questions),
+                answer_diversity=float(r_da.mean()), filtered=mean(not q.kept for q in questions),
+                no_question=mean(not q.tokens for q in questions),
                 unanimous=sum(q.p == 1 for q in questions),  # questions with r(q) = m
                 unique_answers=len(set(labels) - {None}) / len(questions),  # Figure 6
-                question_length=common.mean(len(q.tokens) for q in questions),
-                **common.counts("agreeing", [q.p * args.votes for q in questions], args.votes))  # Figure 3
+                question_length=mean(len(q.tokens) for q in questions),
+                **counts("agreeing", [q.p * args.votes for q in questions], args.votes))  # Figure 3
 
 
 # -------------------------------------------------- the loop ------------------------------------------------

@@ -34,7 +34,8 @@ from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import Problem, Rollout, majority
+from common import Problem, Rollout
+from engine.metrics import majority, mean
 
 
 @dataclass
@@ -201,9 +202,9 @@ def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> 
     generated = sum(len(response.response_ids) for group in groups + branches for response in group)
     parallel = 0.0
     for trunks, group in zip(groups, leaves):  # trunks are ordinary samples: parallel ones would be as long
-        parallel += len(group) * common.mean(len(trunk.response_ids) for trunk in trunks)
+        parallel += len(group) * mean(len(trunk.response_ids) for trunk in trunks)
     return dict(token_ratio=generated / parallel,
-                fork_position=common.mean(t / len(groups[i][m].response_ids) for i, m, t in forks))
+                fork_position=mean(t / len(groups[i][m].response_ids) for i, m, t in forks))
 
 
 # -------------------------------------------------- the loop ------------------------------------------------

@@ -24,6 +24,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
 from engine.answers import given_up
+from engine.base import UserError, gather, write_atomically
+from engine.metrics import by_majority, mean, summary
+from engine.options import out_of_range
 from engine.smollm2 import SMOLLM2
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
@@ -99,8 +102,8 @@ class Args:
 
     def run_args(self) -> common.Args:
         """What common.Run needs of it. Raises UserError if an option is out of its range."""
-        if bad := common.out_of_range(self):
-            raise common.UserError("\n".join(bad))
+        if bad := out_of_range(self):
+            raise UserError("\n".join(bad))
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
         shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
@@ -118,7 +121,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
 
     task: same_answer and read_answer of a script of one's own, see common.Run."""
     if not args.benchmarks.replace(",", "").strip():
-        raise common.UserError("--benchmarks is empty; name at least one benchmark.")
+        raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
     results, majorities, warnings = {}, {}, []
     if args.preset == "toy":
@@ -129,21 +132,21 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems, progress=True)
         verdicts = [g for g, _ in graded]
-        results[name], majorities[name] = common.summary(verdicts), common.by_majority(verdicts)
+        results[name], majorities[name] = summary(verdicts), by_majority(verdicts)
         if few := run.few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations and run.rank == 0:
             save_generations(run, name, problems, graded)
-    if late := len(set().union(*common.gather(given_up))):
+    if late := len(set().union(*gather(given_up))):
         warnings.append(f"Warning: {late} formulas took more than a second each; they were compared as text.")
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
     if len(rates) > 1:
-        results["mean"] = {"pass@1": common.mean(rates)}
+        results["mean"] = {"pass@1": mean(rates)}
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(model=args.model or run.model_path, results=results, by_majority=majorities)
         try:
-            common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
+            write_atomically(run.out / "results.json", json.dumps(record, indent=1))
         finally:  # a full disk costs no more than the file
             print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
@@ -165,7 +168,7 @@ def trained_model(model: str) -> str:
     try:
         return json.loads(record.read_text(encoding="utf-8"))["args"]["model"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise common.UserError(f"--model is '{model}', a checkpoint, but {record}, which names the model "
+        raise UserError(f"--model is '{model}', a checkpoint, but {record}, which names the model "
                                "that was trained, cannot be read.") from None
 
 

@@ -33,8 +33,9 @@ from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import Problem, Rollout, Share, majority
+from common import Problem, Rollout, Share, sharded
 from engine.embedder import Embedder
+from engine.metrics import majority
 
 
 @dataclass
@@ -165,7 +166,7 @@ def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, to
 
     Equal texts are embedded once, so that rounding never tells them apart."""
     texts = dict.fromkeys(spoken(response) for responses in groups for response in responses)
-    return dict(zip(texts, common.sharded(list(texts), embedder)))
+    return dict(zip(texts, sharded(list(texts), embedder)))
 
 
 def spoken(response: Rollout) -> str:

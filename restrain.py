@@ -30,8 +30,8 @@ from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import majority
 from engine.initial_votes import initial_votes
+from engine.metrics import majority
 
 
 @dataclass

@@ -34,7 +34,7 @@ from statistics import mean
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import majority
+from engine.metrics import majority
 
 
 @dataclass

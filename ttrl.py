@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import majority
+from engine.metrics import majority
 
 
 @dataclass

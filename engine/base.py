@@ -28,6 +28,11 @@ def distributed() -> bool:
     return dist.is_initialized() and "RANK" in os.environ
 
 
+def rank_from_environment() -> int:
+    """torchrun's rank of this process, also before the processes have found each other; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
 def rank_and_ranks() -> tuple[int, int]:
     """(this process's rank, the number of ranks); (0, 1) without torchrun."""
     return (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
@@ -61,7 +66,7 @@ def first_line(error: BaseException) -> str:
 @functools.cache
 def say_once(text: str) -> None:
     """Print a line on rank 0, and only the first time."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if rank_from_environment() == 0:
         print(text, flush=True)
 
 

@@ -1,10 +1,9 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, synced, checksummed, renamed.
+"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed.
 
 They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -30,6 +29,11 @@ def newest(run_folder: Path) -> str:
     return str(next(iter(complete(run_folder)), "none"))
 
 
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the tensor files that this rank sees."""
+    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file()}
+
+
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
     ranks can load them. Not copies: loading into them is loading."""
@@ -43,10 +47,10 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
-    """Write to step_N.partial, sync, add checksums, rename; then remove all but the last `keep`.
+    """Write to step_N.partial, sync, rename; then remove all but the last `keep`.
 
-    script: the script's own state, kept as it is on rank 0.
-    Raises UserError, on all ranks, if it cannot be written; the checkpoints before it are untouched."""
+    script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
+    written; the checkpoints before it are untouched."""
     rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
     partial = final.with_suffix(".partial")
@@ -57,14 +61,13 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         try:
             result = work()
         except (Exception, CheckpointException) as e:  # full disk, lost mount
-            free = shutil.disk_usage(run_folder).free >> 20
-            error = f"{reason_of(e)}; {free} MiB are free on this disk"
+            error = reason_of(e)
         results = gather((result, error))
-        if errors := [error for _, error in results if error]:
+        if error := next((error for _, error in results if error), None):
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise UserError(f"the checkpoint of step {step} could not be written to {final.parent} "
-                            f"({errors[0]}); the last good checkpoint is {newest(run_folder)}.")
+                            f"({error}); the last good checkpoint is {newest(run_folder)}.")
         return [result for result, _ in results]
 
     def make_room() -> None:
@@ -72,41 +75,35 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    def write() -> dict[str, str]:
-        """The checksums of the files that this rank wrote."""
+    def write() -> set[str]:
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
         for name, tensor in tensors.items():  # a file, which is put together in host memory, takes 1 GiB
             files[name] = 1 + (size // ranks >> 30)
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
-        return {f.name: checksum(f) for f in partial.iterdir() if writer_of(f.name) == rank}
+        return set(sizes(partial))
 
     def publish() -> None:
-        if rank == 0:
-            if unseen := [name for name in sums if not (partial / name).exists()]:
-                raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on "
-                              "a file system that all nodes share")
-            state = dict(step=step, files=sums, script=script or {})
-            write_atomically(partial / "state.json", json.dumps(state))
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            sync_folder(final.parent)
-            # the newer ones are damaged: `restore` passed over them
-            newer = [folder for folder in complete(run_folder) if folder.name > final.name]
-            for folder in newer + complete(run_folder)[len(newer) + keep:]:
-                shutil.rmtree(folder)
+        if rank:
+            return
+        files = sizes(partial)
+        if unseen := sorted(written - files.keys()):
+            raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
+                          "file system that all nodes share")
+        state = dict(step=step, files=files, script=script or {})
+        write_atomically(partial / "state.json", json.dumps(state))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        sync_folder(final.parent)
+        # the newer ones are damaged: `restore` passed over them
+        newer = [folder for folder in complete(run_folder) if folder.name > final.name]
+        for folder in newer + complete(run_folder)[len(newer) + keep:]:
+            shutil.rmtree(folder)
 
     on_all_ranks(make_room)
-    sums = {}
-    for part in on_all_ranks(write):
-        sums |= part
+    written = set().union(*on_all_ranks(write))
     on_all_ranks(publish)
-
-
-def writer_of(name: str) -> int:
-    """The rank that wrote a file of a checkpoint: shard-RANK+1-model-... .safetensors; rank 0 all others."""
-    return int(name.split("-")[1]) - 1 if name.startswith("shard-") else 0
 
 
 def reason_of(error: BaseException) -> str:
@@ -117,24 +114,19 @@ def reason_of(error: BaseException) -> str:
 
 
 def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple[int, dict]:
-    """Load the newest checkpoint that is complete and undamaged.
+    """Load the newest checkpoint that is complete: its files have the sizes they were written with.
 
     Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
     (every: steps between checkpoints). Raises UserError if one was, or if it is of another model."""
-    rank, ranks = rank_and_ranks()
     for folder in complete(run_folder):
         step, script, error = 0, {}, None
         try:
             state = json.loads((folder / "state.json").read_text())
-            step, script = int(folder.name[5:]), dict(state.get("script", {}))
-            files = {f.name for f in folder.glob("*.safetensors") if f.is_file()}
-            if state["step"] != step or state["files"].keys() != files:
-                raise ValueError("state.json tells of another step or other files")
-            mine = sorted(state["files"].items())[rank::ranks]
-            wrong = [name for name, stored in mine if checksum(folder / name) != stored]
+            step, script = int(folder.name[5:]), dict(state["script"])
+            if state["step"] != step or state["files"] != sizes(folder):
+                raise ValueError("its files are not those that were written")
             reader = HuggingFaceStorageReader(str(folder))
             reader.read_metadata()
-            error = f"{wrong[0]} is damaged" if wrong else None
         except Exception as e:
             error = f"{type(e).__name__} {reason_of(e)}"
         if error := next((e for e in gather(error) if e), None):
@@ -154,8 +146,3 @@ def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple
         raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
                         "start a new run in another --out.")
     return 0, {}
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from engine.base import gather, sharded
-from engine.runfolder import json_object
+from engine.runfolder import read_jsonl
 
 
 def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
@@ -20,9 +20,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     depends = [weights, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     stored = []
-    if run.rank == 0 and args.resume and path.is_file():
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        stored = [json_object(line) for line in lines]
+    if run.rank == 0 and args.resume:
+        stored = read_jsonl(path)
     votes = {}
     for record in gather(stored)[0]:
         if record.get("key") == key and isinstance(record.get("votes"), int):

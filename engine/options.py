@@ -1,76 +1,45 @@
-"""Options: ranges declared on the fields of Args, the command line, and how a script starts and ends."""
+"""Options: allowed ranges, the command line, and how a script starts and ends."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
 import time
-import typing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import tyro
+from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, distributed, gather
+from engine.base import UserError, distributed, gather, rank_from_environment
 from engine.smollm2 import SMOLLM2
 
-
 # ------------------------------------------------------- ranges ---------------------------------------------
-@dataclass(frozen=True)
-class Between:
-    """Allowed values of an option: low <= value <= high; `above`: low < value; infinity only if `high` is."""
-    low: float
-    high: float = math.inf
-    above: bool = False
-    finite: bool = True
-
-    def holds(self, value) -> bool:
-        if value != value or self.finite and abs(value) == math.inf:  # NaN; whole numbers can be any size
-            return False
-        return (value > self.low if self.above else value >= self.low) and value <= self.high
-
-    def __str__(self) -> str:
-        if self.high < math.inf:
-            if self.above:
-                return f"above {self.low:g} and at most {self.high:g}"
-            return f"between {self.low:g} and {self.high:g}"
-        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-        return low + ("" if self.finite else ", or inf")
-
-
-Count = Annotated[int, Between(1)]
-CountOrZero = Annotated[int, Between(0)]
-NonNegative = Annotated[float, Between(0)]
-NonNegativeOrInf = Annotated[float, Between(0, finite=False)]
-Positive = Annotated[float, Between(0, above=True)]
-Share = Annotated[float, Between(0, 1)]
-PositiveShare = Annotated[float, Between(0, 1, above=True)]
-Finite = Annotated[float, Between(-1e30)]
+Count = Annotated[int, Field(ge=1, le=2**62)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**62)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegativeOrInf = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seed = CountOrZero
 
 
 def out_of_range(args) -> list[str]:
-    """One sentence per option whose value is outside its declared range: flag, value, what is allowed."""
-    sentences = []
-    for name, hint in typing.get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
-        if isinstance(value, int) and value > 2**62:
-            sentences.append(f"--{name} is {value}, but must be at most 2^62.")
-        if isinstance(value, str) and value[:4096] != value.encode(errors="ignore").decode():
-            sentences.append(f"--{name} is {value!r}, but must be text in UTF-8, at most 4096 characters.")
-        optional = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint  # Count | None
-        for allowed in getattr(optional, "__metadata__", ()):
-            if isinstance(allowed, Between) and value is not None and not allowed.holds(value):
-                sentences.append(f"--{name} is {value!r}, but must be {allowed}.")
-    return sentences
+    """One sentence per option whose value is not of its type or outside its range."""
+    try:
+        TypeAdapter(type(args)).validate_python(vars(args))
+    except ValidationError as error:
+        return [f"--{e['loc'][0]} is {e['input']!r}, but the {e['msg'][0].lower()}{e['msg'][1:]}."
+                for e in error.errors()]
+    return []
 
 
 # ---------------------------------------------------- command line ------------------------------------------
@@ -89,7 +58,7 @@ def overrides_of(args_class: type, toy: dict, model: str | None) -> dict:
 
 def parse(args_class: type, toy: dict):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
-    with --resume those of the run resumed."""
+    with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
     words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     model = dict(zip(words, [*words[1:], ""])).get("--model")
@@ -97,7 +66,7 @@ def parse(args_class: type, toy: dict):
     args = tyro.cli(args_class, default=args_class(**overrides), description=description)
     if getattr(args, "resume", False):
         return parse_resumed(args_class, args, description)
-    if overrides and int(os.environ.get("RANK", 0)) == 0:
+    if overrides and rank_from_environment() == 0:
         which = "--model smollm2 runs" if model else "No --model given, so this runs the built-in toy"
         given = {word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if k not in given)
@@ -106,39 +75,30 @@ def parse(args_class: type, toy: dict):
 
 
 def parse_resumed(args_class: type, args, description: str):
-    """The arguments of the run in --out, and what is given beside them, which wins and is said."""
+    """The arguments of the run in --out. What is given beside them wins and is printed."""
     if not args.out:
         raise UserError("--resume needs --out, the folder of the run to go on with.")
     run = read_run(Path(args.out))
     if run["script"] != script_name():
         raise UserError(f"--resume: {args.out} is a run of {run['script']}.py.")
-    hints, known = typing.get_type_hints(args_class), {}
-    for name, value in run["args"].items():
-        if name in hints and not fits(value, hints[name]):
-            raise UserError(f"--resume: {args.out}/run.json is damaged, its {name} is {value!r}; there is no "
-                            "run to go on with.")
-        if name in hints:
-            known[name] = value
+    # options that the script no longer has are dropped, new ones have their defaults
+    known = {name: value for name, value in run["args"].items() if name in args_class.__dataclass_fields__}
     known["trust_remote_code"] = False  # never taken from a folder
+    if bad := out_of_range(args_class(**known)):
+        raise UserError(f"--resume: {args.out}/run.json is damaged: {bad[0]}")
     args = tyro.cli(args_class, default=args_class(**known), description=description)
     if run["args"].get("trust_remote_code") and not args.trust_remote_code:
         print(f"The run in {args.out} was given --trust_remote_code, which is never taken from a folder; "
               "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
         was = known.get(name, "not in run.json")
-        if name not in ("resume", "out", "trust_remote_code") and value != was:
-            if name == "seed":
-                raise UserError(f"--seed is {value}, but the run in {args.out} has {was}; start a new run.")
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
+        if value == was or name in ("resume", "out", "trust_remote_code"):
+            continue
+        if name == "seed":
+            raise UserError(f"--seed is {value}, but the run in {args.out} has {was}; start a new run.")
+        if rank_from_environment() == 0:
+            print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
     return args
-
-
-def fits(value, hint) -> bool:
-    """Whether an option of this type can have this value."""
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    return isinstance(value, int | float if hint is float else hint)
 
 
 def read_run(folder: Path) -> dict:
@@ -159,6 +119,7 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
+# ---------------------------------------------------- start and end -----------------------------------------
 @record  # torchrun shows the traceback of the first rank that fails
 def launch(main, args_class: type, toy: dict) -> None:
     """Run a script's main. Bad input (UserError) ends with one sentence and exit code 2, a bug with its
@@ -166,7 +127,7 @@ def launch(main, args_class: type, toy: dict) -> None:
     try:
         main(parse(args_class, toy))
     except UserError as error:
-        rank = int(os.environ.get("RANK", 0))
+        rank = rank_from_environment()
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from engine import fast
 from engine.base import UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once
 from engine.base import write_atomically
-from engine.setup import check_weights
 
 IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
 
@@ -397,7 +396,6 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None
-    check_weights(path)  # once more: they may have come from the Hub only now
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "

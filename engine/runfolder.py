@@ -1,13 +1,13 @@
-"""A run's folder and what is shown of it: run.json, metrics, samples, TensorBoard, progress bar, curves."""
+"""A run's folder and what is shown of it: run.json, metrics, samples, TensorBoard, progress bar."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,22 +15,21 @@ from pathlib import Path
 from engine import checkpoint
 from engine.base import UserError, gather, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
-from engine.setup import bytes_on_disk, describe
-from engine.sizes import GIB
+from engine.setup import describe
 
 
 class RunFolder:
     """Rank 0 writes, the others only take part in the errors."""
 
-    def __init__(self, args, rank: int, ranks: int, device, disk_bytes: int, identity: dict):
-        """disk_bytes: what the run's checkpoints and final model take at most. identity: setup.identity's."""
+    def __init__(self, args, rank: int, ranks: int, device, identity: dict):
+        """identity: setup.identity's. Raises UserError if the folder cannot be used."""
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
         self.identity, self.before, self.record = {}, {}, {}
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
         error = None
         try:
-            error = self._open(ranks, device, disk_bytes) if rank == 0 else None
+            error = self._open(ranks, device) if rank == 0 else None
         except OSError as e:
             error = f"--out is '{self.path}', which cannot be written: {e.strerror}."
         if error := gather(error)[0]:
@@ -51,31 +50,19 @@ class RunFolder:
             record = self.record | dict(identity=self.identity)
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
-    def _open(self, ranks: int, device, disk_bytes: int) -> str | None:
+    def _open(self, ranks: int, device) -> str | None:
         """Lock the folder and look at the run in it, before anything slow. Returns what is wrong."""
         out = self.path
         ours = (out / "run.json").exists()
         if self.args.resume and not ours:
             return f"--resume: there is no run in '{out}' to go on with."
+        if ours and not self.args.resume:
+            return f"--out is '{out}', which already holds a run; give another folder, or --resume to go on."
+        if not ours and out.is_dir() and set(os.listdir(out)) - {"lock"}:
+            return f"--out is '{out}', which holds other files; give an empty or a new folder."
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 return f"--out is '{out}', which holds the link '{path.name}'; remove it."
-        results = ("final", "metrics.jsonl", "samples.jsonl", "checkpoints", "script.py", "results.json",
-                   "generations.jsonl", "curves.png", "report.html", "final.partial", "run.json.partial",
-                   "initial_votes.jsonl", "tensorboard")
-        foreign = [name for name in results if (out / name).exists()]
-        if foreign and not ours:
-            return (f"--out is '{out}', which holds a {foreign[0]} that no run of ours wrote; "
-                    "give another folder.")
-        if ours and not self.args.resume:
-            resume = "--resume to go on with it, or " if disk_bytes else ""  # an evaluation takes none
-            return f"--out is '{out}', which already holds a run; give {resume}another folder."
-        disk = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(disk).free + bytes_on_disk(out / "checkpoints")
-        if free < disk_bytes:
-            return (f"--out is '{out}', on a disk with {free / GIB:.2f} GiB to spare, but checkpoints and "
-                    f"final model take {disk_bytes / GIB:.2f}; give another folder, a smaller --keep, or "
-                    "--checkpoint_every 0.")
         try:
             out.mkdir(parents=True, exist_ok=True)
             # the system lets go of it when this process dies, however it dies
@@ -91,32 +78,32 @@ class RunFolder:
             run = read_run(out)
             self.before = run["identity"]
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        self._keep_script(Path(sys.argv[0]), out / "script.py")
+        script = Path(sys.argv[0])
+        if script.suffix == ".py" and script.is_file():
+            self._keep_script(script.read_text(encoding="utf-8"), out / "script.py")
         return None
 
-    def _keep_script(self, script: Path, kept: Path) -> None:
-        """script.py is the script's text; if it changed before a --resume, that is said, the old one kept."""
-        text = script.read_text(encoding="utf-8") if script.suffix == ".py" and script.is_file() else ""
-        if kept.exists() and text and kept.read_text(encoding="utf-8", errors="replace") != text:
+    def _keep_script(self, text: str, kept: Path) -> None:
+        """script.py is the script's text. If it changed before a --resume, the old one is kept, too."""
+        if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") != text:
             old = kept.with_name(f"script-until-{time.strftime('%Y%m%d-%H%M%S')}.py")
             kept.rename(old)
-            print(f"{script.name} has changed since this run was started: going on with the new text, the "
+            print(f"{sys.argv[0]} has changed since this run was started: going on with the new text, the "
                   f"old one is {old}", flush=True)
-        if text:
-            write_atomically(kept, text)
+        write_atomically(kept, text)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
-    # -- during the run ------------------------------------------------------------------------------------
+    # -- during the run --------------------------------------------------------------------------------------
     def start(self, first_step: int, total: int) -> None:
         """Drop the lines of steps that are done again, open TensorBoard and the progress bar."""
         if self.rank:
             return
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
-        self.history += map(numbers, self._keep_lines("metrics.jsonl", first_step))
+        self.history += self._keep_lines("metrics.jsonl", first_step)
         self._keep_lines("samples.jsonl", first_step)
         if self.args.wandb:
             import wandb
@@ -126,15 +113,10 @@ class RunFolder:
         self.bar = tqdm(total=total, initial=first_step - 1, desc=script_name(), dynamic_ncols=True)
 
     def _keep_lines(self, name: str, first_step: int) -> list[dict]:
-        path, kept, lines = self.path / name, [], []
-        if path.exists() and first_step > 1:
-            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                record = json_object(line)
-                if isinstance(record.get("step"), int) and record["step"] < first_step:
-                    kept.append(record)
-                    lines.append(line + "\n")
+        path = self.path / name
+        kept = [line for line in read_jsonl(path) if line.get("step", first_step) < first_step]
         if path.exists():
-            write_atomically(path, "".join(lines))
+            write_atomically(path, "".join(compact(line) + "\n" for line in kept))
         return kept
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -160,8 +142,8 @@ class RunFolder:
             parts.append(f"eval {first:.3g}")
         return " ".join(parts)
 
-    def log_samples(self, step: int, groups: list[dict], tokenizer) -> None:
-        """The whole votes of two of a step's prompts, a line of samples.jsonl each: of a fixed one, the same
+    def log_samples(self, step: int, groups: list[dict]) -> None:
+        """The votes of two of a step's prompts, a line of samples.jsonl each: of a fixed one, the same
         whenever it comes up, so that its vote can be followed over the epochs, and of a random one."""
         def rank_of(group: dict) -> int:
             return seed_of("watch", group["prompt"].question)
@@ -169,15 +151,14 @@ class RunFolder:
         def draw_of(group: dict) -> int:
             return seed_of("watch", self.args.seed, step, group["prompt"].question)
 
-        if self.rank == 0:
-            ranked = sorted(groups, key=rank_of)
-            for group in ranked[:1] + sorted(ranked[1:], key=draw_of)[:1]:
-                record = sample_record(step, group)
-                add_tokens(record["responses"], group["responses"], tokenizer)
-                self.append("samples.jsonl", record)
+        ranked = sorted(groups, key=rank_of)
+        for group in ranked[:1] + sorted(ranked[1:], key=draw_of)[:1]:
+            self.append("samples.jsonl", sample_record(step, group))
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
+        if self.rank:
+            return
         try:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
@@ -189,39 +170,16 @@ class RunFolder:
         if self.rank == 0:
             self.bar.write(f"Warning: {text}")
 
-    # -- at the end ----------------------------------------------------------------------------------------
-    def save_model(self, policy, tokenizer, fall_back=None) -> None:
-        """final/, in Hugging Face format; if it cannot be written, fall_back() writes a checkpoint."""
-        reason = None
-        try:
-            policy.save(self.path / "final", tokenizer)
-        except Exception as error:  # safetensors has errors of its own
-            free = shutil.disk_usage(self.path).free >> 20
-            reason = f"{getattr(error, 'strerror', None) or error}; {free} MiB are free on this disk"
-        if reason := next(filter(None, gather(reason)), None):
-            if fall_back:
-                fall_back()
-            raise UserError(f"{self.path / 'final'} cannot be written ({reason}); the trained weights are in "
-                            f"{checkpoint.newest(self.path)}.") from None
-
     def finish(self) -> None:
-        """A table of the evaluations before and after, where the time went, and the curves."""
+        """A table of the evaluations before and after, where the time went, and what to open next."""
         if self.rank:
             return
         self.bar.close()
         self.board.close()
         print(evaluation_table(self.history))
         print(time_table(self.history))
-        try:
-            from tools import plot
-            plot.plot([self.path], self.path / "curves.png")
-            print(f"Curves: {self.path / 'curves.png'}")
-            from tools import report
-            report.write_report([self.path], self.path / "report.html")
-            print(f"Votes step by step: {self.path / 'report.html'}")
-        except Exception as error:  # the model is saved
-            print(f"No curves drawn or no report written ({error}).")
-        print(f"Final model: {self.path / 'final'}", flush=True)
+        print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
+              f"Votes step by step: python -m tools.report {self.path}", flush=True)
 
 
 def compact(value) -> str:
@@ -229,35 +187,18 @@ def compact(value) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def end_of(text: str, size: int) -> str:
-    """The end of a text: as much as takes at most `size` bytes in JSON."""
-    text = text[-size:]
-    while (excess := len(compact(text).encode("utf-8", "backslashreplace")) - 2 - size) > 0:
-        text = text[-(-excess // 6):]  # no character takes more than 6 bytes: none too many is dropped
-    return text
-
-
-def json_object(line: str) -> dict:
-    """The object in a line of JSON; {} for anything else: a killed run may leave half a last line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def numbers(record: dict) -> dict:
-    """Those of its entries that are finite numbers which a figure can show."""
-    return {name: v for name, v in record.items() if isinstance(v, int | float) and abs(v) < 1e300}
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects in a file's lines; none if there is no file. A killed run may leave half a last line."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def evaluations(history: list[dict]) -> list[dict]:
     """The lines that hold an evaluation, in order."""
-    found = []
-    for line in history:
-        if any(name.startswith("eval/") for name in line):
-            found.append(line)
-    return found
+    return [line for line in history if any(name.startswith("eval/") for name in line)]
 
 
 def evaluation_table(history: list[dict]) -> str:
@@ -291,37 +232,17 @@ def time_table(history: list[dict]) -> str:
 def sample_record(step: int, group: dict) -> dict:
     """One prompt's whole vote for samples.jsonl. The texts are the ends of the responses, long ones of the
     first two; cut: whether any is less than its whole."""
-    responses = []
-    for i, (r, c, reward) in enumerate(zip(group["responses"], group["classes"], group["rewards"])):
+    prompt, responses = group["prompt"], group["responses"]
+    rows = []
+    for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
         trained = i in group["trained"]
-        responses.append(dict(
-            text=end_of(r.text, 2000 if i < 2 else 100), answer=r.answer, answer_class=c,
-            reward=round(reward, 6), votes=group["classes"].count(c) if c is not None else 0, trained=trained,
-            advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
-            finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
+        rows.append(dict(
+            text=r.text[-2000 if i < 2 else -100:], answer=r.answer, answer_class=c, reward=round(reward, 6),
+            votes=group["classes"].count(c) if c is not None else 0, trained=trained,
+            advantage=round(r.advantage, 6) if trained else None, tokens=r.length, finished=r.finished,
+            entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
-    prompt = group["prompt"]
-    equal = prompt.classes([prompt.answer, *(r.answer for r in group["responses"])])  # gold, then the answers
-    cut = any(row["text"] != r.text for row, r in zip(responses, group["responses"]))
+    equal = prompt.classes([prompt.answer, *(r.answer for r in responses)])  # gold, then the answers
+    cut = any(row["text"] != r.text for row, r in zip(rows, responses))
     return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label, cut=cut,
-                negatives=group["negatives"], responses=responses)
-
-
-def add_tokens(rows: list[dict], responses: list, tokenizer, last: int = 100) -> None:
-    """Add to a record's rows what the report page shows of single tokens.
-
-    token_entropy: [[token, nats], ...] of the last tokens of the first response that was scored. fork: of a
-    branch of ETTRL [its trunk's index, the position, the trunk's token there, the branch's]."""
-    def texts(ids: list[int]) -> list[str]:
-        return tokenizer.batch_decode([[i] for i in ids])
-
-    for row, r in zip(rows, responses):
-        if r.entropy is not None:
-            entropies = [round(h, 2) for h in r.entropy[-last:].tolist()]
-            row["token_entropy"] = list(zip(texts(r.response_ids[-last:]), entropies))
-            break
-    trunks = [id(r) for r in responses]
-    for row, r in zip(rows, responses):
-        if r.forked:
-            trunk, t = r.forked
-            row["fork"] = [trunks.index(id(trunk)), t, *texts([trunk.response_ids[t], r.response_ids[t]])]
+                negatives=group["negatives"], responses=rows)

@@ -1,4 +1,4 @@
-"""Before weights are loaded: the model's config and tokenizer are read, and the processes find each other."""
+"""Before weights are loaded: config, tokenizer and data are read, and the processes find each other."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.utils import cached_file
 
-from engine.base import UserError, first_line
-from engine.data import uses_chat_template
+from engine.base import UserError, first_line, rank_from_environment
+from engine.data import Problem, encode_prompt, load_problems, show_prompt, uses_chat_template
 from engine.options import script_name
-from engine.sizes import MOST_SEQUENCES, shape_of
+
+MOST_SEQUENCES = 256  # that one vLLM engine decodes at once; the plan has room for so many
 
 
+# ------------------------------------------------------- vLLM -----------------------------------------------
 def has_vllm() -> bool:
     """Whether vLLM is installed. Raises UserError if it is, but does not import."""
     if not util.find_spec("vllm"):
@@ -34,15 +33,14 @@ def has_vllm() -> bool:
     try:
         import vllm  # noqa: F401
     except Exception as error:  # a broken install raises all sorts of errors
-        raise UserError(f"vLLM is installed, but does not import here ({first_line(error)}); mend it, or "
-                        "give --sampler hf, which samples many times slower on a GPU.") from None
+        raise UserError(f"vLLM is installed, but does not import here ({first_line(error)}); fix it or give "
+                        "--sampler hf, which samples many times slower on a GPU.") from None
     return True
 
 
 def vllm_options(args, cuda: bool) -> dict:
-    """What vLLM is told for speed and safety, on a GPU or on a CPU."""
+    """vLLM's options for speed and safety, on a GPU or on a CPU."""
     if cuda:
-        # max_num_seqs: what the plan has room for; vLLM takes 1,024 on large GPUs
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
         # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
         options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True,
@@ -58,14 +56,9 @@ def vllm_options(args, cuda: bool) -> dict:
     return options
 
 
-def planned_ranks(args) -> int:
-    """Ranks of this run, or those that --plan --gpus asks about."""
-    return args.gpus or int(os.environ.get("WORLD_SIZE", 1))
-
-
 def engine_errors(args) -> list[str]:
-    """One sentence each: what is wrong with --tensor_parallel, --plain, --dtype; too few prompts."""
-    ranks, parallel, bad = planned_ranks(args), max(1, args.tensor_parallel), []
+    """One sentence each: what is wrong with --sampler, --tensor_parallel, --dtype; too few prompts."""
+    ranks, parallel, bad = args.gpus or int(os.environ.get("WORLD_SIZE", 1)), max(1, args.tensor_parallel), []
     if (args.gpus or args.gpu_gib) and not args.plan:
         bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
@@ -74,18 +67,19 @@ def engine_errors(args) -> list[str]:
         what = "ranks" if parallel == 1 else "engines (ranks / tensor_parallel)"
         bad.append(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at least the {what}, "
                    f"{ranks // parallel}.")
-    other = args.plain or args.sampler == "hf"
-    if parallel > 1 and (other or args.sampler == "auto" and not args.plan and not has_vllm()):
+    vllm = args.sampler == "vllm" or args.sampler == "auto" and not args.plain
+    if parallel > 1 and not (vllm and (args.plan or has_vllm())):
         bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
-                   "--sampler vllm, without --plain.")
-    elif args.plain and args.sampler == "vllm":
-        bad.append("--plain samples with transformers, but --sampler is 'vllm'; give one of the two.")
+                   "--sampler vllm.")
+    elif args.sampler == "vllm" and not args.plan and not has_vllm():
+        bad.append("--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf.")
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     if old and args.dtype != "float32" and not args.plan:
         bad.append(f"--dtype is '{args.dtype}', but must be float32: this GPU has no bfloat16.")
     return bad
 
 
+# ------------------------------------------------ model and data --------------------------------------------
 def read_config(path: str, args):
     """The model's config, which is all that a plan needs.
 
@@ -95,8 +89,6 @@ def read_config(path: str, args):
         raise UserError(f"{wanted}: no such folder.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-        if not config.is_encoder_decoder:
-            shape_of(config)  # fails on sizes that make no sense
     except Exception as error:
         raise UserError(f"{wanted}: {first_line(error)}") from None
     if config.is_encoder_decoder or getattr(config, "quantization_config", None):
@@ -108,93 +100,102 @@ def read_config(path: str, args):
     if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
-    if args.tensor_parallel > 1:
-        check_heads(path, text, args.tensor_parallel)
-    check_weights(path)
+    if text.num_attention_heads % args.tensor_parallel:
+        raise UserError(f"--tensor_parallel is {args.tensor_parallel}, but must divide the attention heads "
+                        f"of {path}, {text.num_attention_heads}.")
     return config
 
 
-def check_weights(path: str) -> None:
-    """Reads headers only. Raises UserError if weights on this disk are damaged or not floats (fp8, int8)."""
-    folder = Path(cached_file(path, "config.json")).parent
-    for file in sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-        try:
-            kinds = types_in(file)
-        except Exception as error:
-            reason = first_line(error)
-            raise UserError(f"--model is '{path}', but {file.name} cannot be read: {reason}.") from None
-        if other := kinds - {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}:
-            raise UserError(f"--model is '{path}', which is quantised ({min(other)}); give a causal language "
-                            "model in float32, bfloat16 or float16.")
-
-
-def types_in(file: Path) -> set[str]:
-    """Of the tensors called weight: buffers may hold integers."""
-    if file.suffix == ".bin":
-        tensors = torch.load(file, "meta", weights_only=True, mmap=zipfile.is_zipfile(file))
-        return {str(tensors[name].dtype)[6:] for name in tensors if name.endswith("weight")}
-    with safe_open(file, "pt") as tensors:
-        return {tensors.get_slice(name).get_dtype() for name in tensors.keys() if name.endswith("weight")}
-
-
 def read_tokenizer(path: str, config, args):
-    """(tokenizer, ids of the tokens that end a response). Raises UserError if it does not serve."""
+    """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except Exception as error:
-        raise UserError(f"--model is '{path}', but must be a Hub id or a folder with a model and its "
-                        f"tokenizer: {type(error).__name__} {first_line(error)}") from None
+        reason = first_line(error)
+        raise UserError(f"--model is '{path}', but its tokenizer cannot be read: {reason}") from None
     if uses_chat_template(args.prompt) and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
-    vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, but the model's vocabulary "
-                        f"{vocabulary}.")
-    return tokenizer, stop_tokens(path, tokenizer, vocabulary)
-
-
-def check_heads(path: str, text, parallel: int) -> None:
-    """Raises UserError if vLLM cannot split the model evenly among so many ranks."""
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    inner = getattr(text, "intermediate_size", None) or heads
-    copies = parallel % kv_heads == 0  # more ranks than KV heads: each has a copy of one
-    if heads % parallel or inner % parallel or kv_heads % parallel and not copies:
-        raise UserError(f"--tensor_parallel is {parallel}, but must divide the attention heads of {path}, "
-                        f"{heads}, and its inner size, {inner}, and divide its KV heads, {kv_heads}, or be a "
-                        "multiple of them.")
-
-
-def stop_tokens(path: str, tokenizer, vocabulary: int) -> list[int]:
-    """End-of-sequence ids of the tokenizer and of the model's generation config."""
     try:
         stop = GenerationConfig.from_pretrained(path).eos_token_id
-    except Exception as error:
-        if not isinstance(error, OSError) or "not a valid JSON" in str(error):
-            raise UserError(f"generation_config.json of {path} cannot be read: {first_line(error)}") from None
-        stop = None  # it has none
+    except OSError:  # it has none
+        stop = None
     stop = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
-    ids = [i for i in stop if i is not None]
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
-        raise UserError(f"the end-of-sequence token of {path} is {wrong[0]!r}, but must be the id of one of "
-                        f"the model's {vocabulary} tokens; mend eos_token_id in generation_config.json.")
-    ids = sorted(set(ids))
-    if not ids:
-        raise UserError(f"the tokenizer of {path} has no end-of-sequence token within the model's "
-                        "vocabulary, so no response could ever end; set eos_token.")
-    return ids
+    vocabulary = config.get_text_config().vocab_size
+    ids = sorted({i for i in stop if i is not None})
+    if not ids or not 0 <= ids[0] <= ids[-1] < vocabulary or len(tokenizer) > vocabulary:
+        raise UserError(f"--model is '{path}', whose tokenizer has {len(tokenizer)} tokens and ends a "
+                        f"response with {ids}, but the model knows the tokens 0 to {vocabulary - 1}.")
+    return tokenizer, ids
 
 
+def read_problems(name: str, args, tokenizer, flag: str, same_answer=None) -> list[Problem]:
+    """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
+
+    Raises UserError, naming the flag, if they cannot be read or all are too long."""
+    fields = () if flag == "--eval" else (args.question_field, args.answer_field)
+    try:
+        quiet = rank_from_environment() != 0
+        problems = load_problems(name, *fields, quiet=quiet, same_answer=same_answer)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from None
+    for p in problems:
+        p.prompt_ids = encode_prompt(tokenizer, p.question, args.prompt, args.max_prompt_tokens)
+    kept = [p for p in problems if p.prompt_ids]
+    if not kept:
+        raise UserError(f"{flag}: all {len(problems)} problems of {name} have more than --max_prompt_tokens "
+                        f"{args.max_prompt_tokens}; raise it.")
+    train = flag == "--dataset"
+    if len(kept) < len(problems) and not quiet:
+        print(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
+              f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}", flush=True)
+    return kept if train else problems
+
+
+def read_data(args, tokenizer, train: bool, same_answer=None) -> tuple[list, dict[str, list]]:
+    """(the problems of --dataset, those of every benchmark by name). Raises UserError if any are missing."""
+    problems, benchmarks = [], {}
+    if train and args.dataset:
+        problems = read_problems(args.dataset, args, tokenizer, "--dataset", same_answer)
+    flag = "--eval" if train else "--benchmarks"
+    for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:
+        if name != "train":
+            benchmarks[name] = read_problems(name, args, tokenizer, flag, same_answer)
+        elif problems:
+            benchmarks[name] = problems
+        else:
+            raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
+    for name, ids in args.own_prompts(tokenizer).items():
+        if len(ids) > args.max_prompt_tokens:
+            raise UserError(f"{name} (Dynamic RL: --question_prompt) has {len(ids)} tokens, more than "
+                            f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
+    if train and args.labels == "gold" and not (problems and all(p.answer is not None for p in problems)):
+        raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold answer.")
+    if problems and len(problems) < args.prompts_per_batch:
+        raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
+                        f"{len(problems)}, the problems of --dataset: a batch holds none twice.")
+    return problems, benchmarks
+
+
+def print_prompts(args, tokenizer, problems: list[Problem], benchmarks: dict[str, list[Problem]]) -> None:
+    """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
+    sets = {"--dataset": problems} | benchmarks
+    first = next((name for name, part in sets.items() if part), None)
+    prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
+    for name, ids in (prompts | args.own_prompts(tokenizer)).items():
+        if rank_from_environment() == 0:
+            print(f"--- {name}: {len(ids)} tokens\n{show_prompt(tokenizer, ids)}")
+    sys.exit(0)
+
+
+# -------------------------------------------------- processes -----------------------------------------------
 def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
     """(device, rank, ranks). Opens the process group if there are ranks or a GPU, or for bfloat16.
 
     A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
-    cuda, hidden = torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not cuda and not hidden and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
-        raise UserError("there is an NVIDIA GPU, but torch cannot use it; the driver is probably too old for "
-                        f"this torch (CUDA {torch.version.cuda}): nvidia-smi shows its version.")
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda, ranks = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
+    if not cuda and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
+        print("Warning: there is an NVIDIA GPU, but torch cannot use it; this runs on the CPU.", flush=True)
     device = torch.device("mps" if torch.backends.mps.is_available() and ranks == 1 else "cpu")  # not tried
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -209,13 +210,10 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
-    return device, rank, ranks
+    return device, rank_from_environment(), ranks
 
 
-def bytes_on_disk(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
+# ------------------------------------------------ what a run is ---------------------------------------------
 def digest(value) -> str:
     return hashlib.blake2b(repr(value).encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
@@ -259,5 +257,4 @@ def describe(args, ranks: int, device) -> dict:
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
-                code=code_digest(Path(sys.argv[0])),
-                started=time.strftime("%Y-%m-%dT%H:%M:%S"))
+                code=code_digest(Path(sys.argv[0])), started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -26,7 +26,7 @@ from engine.checkpoint import writer_of
 from engine.embedder import moved
 from engine.plan import OVERHEAD, cpu_sentence
 from engine.policy import MicroBatch, Policy, Rollout, ahead
-from engine.run import Plumbing
+
 from engine.sizes import GIB
 from tools.diffs import EXAMPLES
 from tools.simulate_memory import config_of

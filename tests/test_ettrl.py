@@ -190,7 +190,7 @@ def test_leaves_against_their_trunks(tmp_path, score):
             assert leaf.answer == common.extract_answer(leaf.text)
     # Prefix and branch fit together: the sampler's log-probs of a leaf are the trainer's of it whole
     flat = [leaf for group in groups for leaf in group]
-    run.policy.score(flat, "old_logp", args.temperature)
+    run.policy.score_old(flat, args.temperature)
     assert max(float((leaf.logprobs - leaf.old_logp).abs().max()) for leaf in flat) < 1e-4
 
 

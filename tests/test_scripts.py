@@ -47,10 +47,9 @@ def test_gradient_is_the_printed_objectives(script, watch):
 @pytest.mark.quick
 @each_script
 def test_one_minibatch_token_mean_no_reference(script, watch):
-    """One minibatch: its own log-probs are the old ones. KL 0: no reference. Mean over all tokens."""
+    """One minibatch: all ratios are 1. KL 0: no reference. Mean over all tokens."""
     seen = watch(script, **ONE_MINIBATCH)
-    scored = ["old_logp"] if script in ("scrl", "ettrl") else []  # their rewards need entropies
-    assert [call for call in seen.calls if call.endswith("logp")] == scored
+    assert [call for call in seen.calls if call.startswith("score")] == ["score_old"]
     assert seen.run.reference is None and seen.metrics[-1]["kl"] == 0 and len(seen.updates) == 1
     gradient_is_the_objectives(seen)
     old = log_probs(seen, seen.weights[1], seen.updates[0].responses)
@@ -134,7 +133,6 @@ def test_small_groups(script, size, watch):
 
 
 SAMPLED = dict(ettrl=["generate"] * 2, dynamic_rl=["generate"] * 2)  # trunks, branches; questions, solutions
-SCORED = dict(scrl=["old_logp"], ettrl=["old_logp"])
 
 
 @pytest.mark.quick
@@ -144,8 +142,8 @@ def test_two_steps(script, watch):
     seen = watch(script, steps=2, warmup=1.0, grad_clip=0.05)
     votes = ["sync", "generate", "sleep"] if script == "restrain" else []  # of the initial model
     start = [*votes, "sleep"]
-    step = ["sync", *SAMPLED.get(script, ["generate"]), "sleep", *SCORED.get(script, []),
-            "old_logp", "ref_logp", "compare", "split", "update", "update", "end"]
+    step = ["sync", *SAMPLED.get(script, ["generate"]), "sleep", "score_old", "score_ref", "compare", "split",
+            "update", "update", "end"]
     assert seen.calls == start + step + step
     assert all(call.fresh for call in seen.generated)
     assert not torch.equal(*(next(iter(seen.weights[k].values())) for k in (1, 2)))
@@ -464,7 +462,7 @@ def no_clip(base, run):
 @effect("ttrl", kl_coef=0.0)
 def no_reference(base, run):
     gradients_differ(base, run)
-    assert run.run.reference is None and "ref_logp" not in run.calls and run.metrics[-1]["kl"] == 0
+    assert run.run.reference is None and "score_ref" not in run.calls and run.metrics[-1]["kl"] == 0
     assert base.run.reference is not None and base.metrics[-1]["kl"] > 0.01
 
 

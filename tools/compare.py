@@ -4,7 +4,7 @@
     python -m tools.compare --set ettrl            # ETTRL's two switches, each alone and both
     python -m tools.compare --set dynamic          # Dynamic RL without answer or question diversity
     python -m tools.compare --set minibatches      # TTRL: eight optimizer steps, mixed or prompt by prompt
-    python -m tools.compare --set examples         # TTRL and the forks in examples/
+    python -m tools.compare --set examples         # TTRL and the forks of examples/, which it makes
     python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/real.md
 
 Finished runs are kept, one that was cut off is resumed: call it again and it goes on. Ctrl-C or SIGTERM ends
@@ -55,16 +55,16 @@ SETS = {  # set -> name -> command, from the repository root
         "TTRL, by prompt": "ttrl.py --num_minibatches 8 --minibatches by_prompt"},
     "examples": {
         "TTRL": "ttrl.py",
-        "RENT": "-m examples.rent",
-        "SRT": "-m examples.srt",
-        "TIS": "-m examples.tis",
-        "EMPO": "-m examples.empo",
-        "Intuitor": "-m examples.intuitor",
-        "GSPO on TTRL": "-m examples.gspo",
-        "dynamic sampling": "-m examples.dynamic_sampling",
-        "EM-FT": "-m examples.em_ft",
-        "Co-rewarding-I": "-m examples.co_rewarding",
-        "RLSC": "-m examples.rlsc"}}
+        "RENT": "rent.py",
+        "SRT": "srt.py",
+        "TIS": "tis.py",
+        "EMPO": "empo.py",
+        "Intuitor": "intuitor.py",
+        "GSPO on TTRL": "gspo.py",
+        "dynamic sampling": "dynamic_sampling.py",
+        "EM-FT": "em_ft.py",
+        "Co-rewarding-I": "co_rewarding.py",
+        "RLSC": "rlsc.py"}}
 REAL = "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16"
 SETS["smollm2"] = {name: f"{command} {REAL}" for name, command in SETS["main"].items()}
 STEPS = {"smollm2": 16}
@@ -98,7 +98,7 @@ REAL_ROWS |= {"distinct": "eval/smollm2_test/distinct", "length": "eval/smollm2_
 # ----------------------------------------------- running --------------------------------------------------
 @dataclass
 class Job:
-    """One run: its folder and its command line (a script, or -m and a module), without the interpreter."""
+    """One run: its folder and its command line, a script and its options, without the interpreter."""
     folder: Path
     command: list[str]
 
@@ -113,11 +113,6 @@ class Job:
         options.pop("out")
         return options
 
-    def script(self) -> str:
-        """The file that it runs: `ttrl.py`, or `examples/rent.py` of `-m examples.rent`."""
-        first, second = self.command[:2]
-        return second.replace(".", "/") + ".py" if first == "-m" else first
-
     def state(self) -> str:
         """new, unfinished or finished. Raises UserError if the folder holds a run with other arguments."""
         record = self.folder / "run.json"
@@ -129,8 +124,8 @@ class Job:
             script, options = run["script"], dict(run["args"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"'{self.folder}' holds a run without a readable run.json; {another}.") from None
-        if script != Path(self.script()).stem:
-            raise UserError(f"'{self.folder}' holds a run of {script}.py, not {self.script()}; {another}.")
+        if script != Path(self.command[0]).stem:
+            raise UserError(f"'{self.folder}' holds a run of {script}.py, not {self.command[0]}; {another}.")
         for option, value in self.wanted().items():
             if str(options.get(option)) != value:
                 raise UserError(f"'{self.folder}' holds a run with --{option} {options.get(option)}, "
@@ -167,9 +162,13 @@ def jobs_of(variants: dict[str, str], seeds: list[int], steps: int, root: Path) 
 def run_all(jobs: list[Job], workers: int) -> None:
     """Run what is not finished, `workers` at a time, under one progress bar over all steps.
 
-    Raises UserError if a folder holds another run, before anything starts, or if a run fails. However this
-    ends, no run is left behind."""
+    Raises UserError if a folder holds another run or a fork cannot be made, before anything starts, or if a
+    run fails. However this ends, no run is left behind."""
     waiting = [job for job in jobs if job.state() != "finished"]
+    scripts = dict.fromkeys(job.command[0] for job in waiting)
+    forks = [script for script in scripts if (ROOT / "examples" / script).with_suffix(".diff").exists()]
+    if forks and subprocess.run(["make", *forks], cwd=ROOT).returncode:
+        raise UserError(f"`make {' '.join(forks)}` failed; make says above which hunk does not fit.")
     steps = sum(int(job.wanted()["steps"]) for job in jobs)
     running: list[tuple[subprocess.Popen, Job]] = []
     try:

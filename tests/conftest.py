@@ -49,7 +49,7 @@ def other_models_in_the_same_folder():
 # ------------------------------------------------- forks ---------------------------------------------------
 @functools.cache
 def patched() -> Path:
-    """A folder that Python imports from, for the forks of examples/*.diff, which `load_script` writes there."""
+    """The folder of forks that load_script made; Python imports from it."""
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.path.insert(0, str(folder))  # before what `make gspo.py` once wrote
@@ -57,16 +57,20 @@ def patched() -> Path:
 
 
 def load_script(name: str):
-    """A script's module; a fork is ttrl.py with examples/NAME.diff. Fails with the hunk that does not fit."""
+    """A script's module; a fork's is ttrl.py with examples/NAME.diff."""
     path = patched() / f"{name}.py"
     if name in EXAMPLES and not path.exists():
-        diff = ROOT / "examples" / f"{name}.diff"
-        command = ["patch", "-r", f"{path}.rej", "-o", str(path), str(ROOT / "ttrl.py"), str(diff)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            path.unlink(missing_ok=True)
-            pytest.fail(f"examples/{name}.diff no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
+        patch(name, ROOT / "ttrl.py", path)
     return importlib.import_module(name)
+
+
+def patch(name: str, base: Path, path: Path) -> None:
+    """Write base with examples/NAME.diff to path, as make does. Fails with the hunk that does not fit."""
+    diff = ROOT / "examples" / f"{name}.diff"
+    done = subprocess.run(["patch", "-F0", "-o", path, base, diff], capture_output=True, text=True)
+    if done.returncode:
+        path.unlink()
+        pytest.fail(f"examples/{name}.diff no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
 
 
 # ------------------------------------------------- toy runs ------------------------------------------------

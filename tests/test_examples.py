@@ -291,7 +291,7 @@ def test_empo_trains_prompts_outside_its_band(watch):
 
 
 def test_dynamic_sampling_asks_twice_or_never_stops(watch):
-    """Three of five problems teach something; further rounds hold the same five, which are not asked again."""
+    """Three of five problems teach something; more rounds hold the same five, which are not asked again."""
     for rounds in (1, 3):
         seen = watch("dynamic_sampling", max_rounds=rounds)
         assert seen.metrics[-1]["rounds"] == rounds == seen.run.state["drawn"]

@@ -113,12 +113,12 @@ def test_masked_tokens_are_in_no_entropy_that_is_rewarded(watch):
     for group in seen.groups:
         expected = [-float(r.entropy[r.mask.bool()].mean()) for r in group.responses]
         assert group.rewards == pytest.approx(expected, abs=1e-6)
-    one = Rollout([1], [2, 3], torch.zeros(2), True, entropy=torch.tensor([0.9, 9.0]))
+    one = Rollout([1], [2, 3], torch.zeros(2), True, entropy=torch.tensor([0.9, 9.0]), advantage=1.0)
     one.mask = torch.tensor([1.0, 0.0])
-    two = Rollout([1], [2], torch.zeros(1), True, entropy=torch.tensor([1.1]))
+    two = Rollout([1], [2], torch.zeros(1), True, entropy=torch.tensor([1.1]), advantage=-1.0)
     # means of what counts are 0.9 and 1.1, on average 1: Eq. 12 scales by 1.1 and 0.9
-    scaled = ettrl.entropy_advantages(torch.tensor([1.0, -1.0]), [one, two], ettrl.Args(advantage="res"))
-    assert scaled.tolist() == pytest.approx([1.1, -0.9])
+    ettrl.reshape_by_entropy([one, two], ettrl.Args(advantage="res"))
+    assert [one.advantage, two.advantage] == pytest.approx([1.1, -0.9])
 
 
 def test_micro_batch_of_masked_responses_by_hand():
@@ -294,12 +294,6 @@ def no_room(run, prompts, n, sample=common.Run.sample):
     return sample(run, [longer, *prompts[1:]], n)
 
 
-def masked(run, prompts, n, sample=common.Run.sample):
-    groups = sample(run, prompts, n)
-    groups[0][0].mask = torch.ones(99)
-    return groups
-
-
 def too_long(run, train):
     run.policy.score([dataclasses.replace(train[0], prompt_ids=train[0].prompt_ids * 20)], 1.0)
 
@@ -329,7 +323,6 @@ WRONG = [  # what a fork replaces, by what, and the sentence
     (common.Run, "sample", no_room, r"a prompt of \d+ tokens leaves its response none"),
     (common.Run, "sample", lambda run, prompts, n: sample(run, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
-    (common.Run, "sample", masked, r"a response of \d+ tokens has a mask \[99\]"),
     (common.Run, "minibatches", too_long, r"has \d+ tokens, but the run plans for at most \d+"),
     (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(mine=torch.ones(1))),
      r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),

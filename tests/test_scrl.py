@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import common
 import scrl
 import ttrl
-from scrl import Args, answer_entropies, group_advantages, label_options, pseudo_labels, scrl_rewards
+from scrl import Args, answer_entropies, group_advantages, pseudo_labels, scrl_rewards
 
 
 def classes_of(*counts, none=0):
@@ -143,15 +143,13 @@ def test_ablations_of_table_3():
     assert pseudo_labels([None] * 2, [0.0] * 2, selective_positive=False) == (None, set())
 
 
-NO_PARTS = Args(selective_positive=False, negatives=False)
-
-
 def test_without_its_parts_the_reward_is_ttrls():
     draw = random.Random(0)
     for _ in range(200):
         classes = [draw.choice([None, 0, 1, 2, 3]) for _ in range(draw.randint(1, 12))]
         entropies = [draw.random() for _ in classes]
-        rewards = scrl_rewards(classes, entropies, **label_options(NO_PARTS), null_reward=0.0, hard=True)
+        labels = pseudo_labels(classes, entropies, selective_positive=False, negatives=False)
+        rewards = scrl_rewards(classes, entropies, null_reward=0.0, hard=True, labels=labels)
         assert rewards.tolist() == ttrl.majority_reward(classes).tolist()
 
 

@@ -1,4 +1,4 @@
-"""The tools: drawing runs, comparing, measuring diffs, mutating; each on a few hand-made lines."""
+"""The tools: drawing runs, comparing, mutating; each on a few hand-made lines."""
 
 import json
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from conftest import ROOT
+from conftest import EXAMPLES, ROOT
 
 from engine.base import UserError
-from tools import compare, diffs, mutate, plot
+from tools import compare, mutate, plot
 
 
 def make_run(folder: Path, lines: list[str], args: dict | None = None, script: str = "ttrl") -> Path:
@@ -137,8 +137,9 @@ def test_jobs_have_the_methods_flags_and_the_runs():
     assert one.wanted() == {name: str(value) for name, value in ARGS.items()}
     for variants in compare.SETS.values():
         for command in variants.values():
-            assert (ROOT / job(Path("/x"), command=command).script()).exists()
-    assert len(compare.SETS["examples"]) == 1 + len(diffs.EXAMPLES)
+            script = job(Path("/x"), command=command).command[0]
+            assert (ROOT / script).exists() or script.removesuffix(".py") in EXAMPLES
+    assert len(compare.SETS["examples"]) == 1 + len(EXAMPLES)
     real = job(Path("/x/TTRL"), command=compare.SETS["smollm2"]["TTRL"]).wanted()
     assert real["eval"] == "smollm2,smollm2_test,smollm2_ood" and real["eval_every"] == "0"
 
@@ -153,8 +154,8 @@ def test_a_run_counts_as_finished_only_with_the_same_arguments(tmp_path):
         job(tmp_path / "run", steps=40).state()
     with pytest.raises(UserError, match="--labels gold, not majority"):
         job(tmp_path / "run", command="ttrl.py --labels majority").state()
-    with pytest.raises(UserError, match="a run of ttrl.py, not examples/rent.py"):
-        job(tmp_path / "run", command="-m examples.rent").state()
+    with pytest.raises(UserError, match="a run of ttrl.py, not rent.py"):
+        job(tmp_path / "run", command="rent.py").state()
     with pytest.raises(UserError, match="a run of ttrl.py, not scrl.py"):
         job(tmp_path / "run", command="scrl.py").state()
     (folder / "run.json").write_text('{"script": "ttrl"')
@@ -192,6 +193,19 @@ def test_a_failed_run_is_named_and_the_others_are_ended(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a run failed; see .*bad-seed1.log.txt"):
         compare.run_all(jobs["slow"] + jobs["bad"], workers=2)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_a_fork_that_cannot_be_made_is_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/good.diff").write_text("")
+    jobs = compare.jobs_of({"good": "good.py"}, [1], 5, tmp_path)["good"]
+    with pytest.raises(UserError, match="`make good.py` failed; make says above which hunk does not fit"):
+        compare.run_all(jobs, workers=1)
+    (tmp_path / "good.txt").write_text(GOOD)
+    (tmp_path / "Makefile").write_text("good.py:\n\tcp good.txt good.py\n")
+    compare.run_all(jobs, workers=1)
+    assert (jobs[0].folder / "final").exists()
 
 
 def test_the_real_models_runs_have_a_folder_of_their_own(monkeypatch):
@@ -241,105 +255,6 @@ def test_table_is_the_last_evaluation_and_the_mean_of_the_last_ten_steps(tmp_pat
     text = compare.table({"a": [tmp_path / "a-seed1", tmp_path / "a-seed2"]})
     assert text.splitlines() == ["| | pass@1 | entropy |", "|---|---|---|", "| start | 0.30 +- 0.07 |  |",
                                  "| a | 0.60 +- 0.14 | 7.50 +- 0.00 |"]
-
-
-# ------------------------------------------------- diffs --------------------------------------------------
-BASE = '''"""TTRL.
-
-    python base.py
-"""
-import torch
-
-
-class Args:
-    labels: str = "majority"
-
-
-# --- the method ---
-def shared(x):
-    return x
-
-
-# --- the loop ---
-def main(args):
-    rewards = shared(args)
-    print(rewards)
-'''
-OTHER = '''"""SCRL: an idea.
-
-    python other.py
-"""
-import math
-import torch
-
-
-class Args:
-    tau: float = 0.5
-    """Eq. 4."""
-
-
-# --- the method ---
-def shared(x):
-    return x
-
-
-# Rare answers are most likely wrong.
-def strong(x):
-    """Eq. 4."""
-    return x > 0.5
-
-
-# --- the loop ---
-def main(args):
-    rewards = strong(args)
-    print(rewards)
-'''
-
-
-def test_changed_code_leaves_docstrings_out():
-    # removed: labels, rewards = shared; added: import math, tau, def strong, return, rewards = strong,
-    # and the blank line that ast.unparse writes above a function
-    assert diffs.changed_code(BASE, OTHER) == 2 + 6
-    assert diffs.changed_code(BASE, BASE.replace("TTRL", "Other words")) == 0
-
-
-def test_share_of_the_paper_by_hand():
-    # changed, not blank: - TTRL, command, labels, rewards;
-    # + SCRL, command, import, tau, its text, 4 of strong, rewards
-    changed, paper, code = diffs.count(BASE, OTHER)
-    assert changed == 4 + 10
-    # the paper's: SCRL, tau, its text, 4 of strong, rewards; and the line of the loop that goes for it
-    assert paper == 8 + 1
-    # of these its code: tau, def and return of strong, rewards; and the line that goes
-    assert code == 4 + 1
-
-
-def test_kinds_by_hand():
-    found = diffs.kinds(OTHER, {"Args", "shared", "main"})
-    lines = dict(zip(OTHER.splitlines(), found))
-    assert lines['"""SCRL: an idea.'] == "idea" and lines["    python other.py"] == ""
-    assert lines["    tau: float = 0.5"] == "field" and lines["import math"] == ""
-    assert lines["# Rare answers are most likely wrong."] == lines["def strong(x):"] == "method"
-    assert lines["    rewards = strong(args)"] == "loop" and lines["# --- the loop ---"] == ""
-
-
-def test_check_names_what_is_exceeded(tmp_path, monkeypatch, capsys):
-    for name in ("ttrl", *diffs.LIMITS):
-        (tmp_path / f"{name}.py").write_text(OTHER if name == "scrl" else BASE)
-    assert diffs.measure(tmp_path, "scrl") == {"lines": len(OTHER.splitlines()), "code": 8, "diff": 14,
-                                               "paper": 9 / 14, "its code": 5 / 14}
-    monkeypatch.setattr(diffs, "LIMITS", dict(evol_rl=0, scrl=7))
-    monkeypatch.setattr(diffs, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(sys, "argv", ["diffs", "--check", "--root", str(tmp_path)])
-    with pytest.raises(SystemExit) as left:
-        diffs.main()
-    out = capsys.readouterr().out
-    assert left.value.code == 1 and "scrl.py changes 8 lines of code, more than 7." in out
-    assert out.count("more than") == 1
-    monkeypatch.setattr(diffs, "LIMITS", dict(scrl=8))
-    with pytest.raises(SystemExit) as left:
-        diffs.main()
-    assert left.value.code == 0
 
 
 # ------------------------------------------------- mutate -------------------------------------------------

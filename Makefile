@@ -4,6 +4,7 @@ BIN := .venv/bin
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
+.DELETE_ON_ERROR:
 .PHONY: demo real smollm2 test quick compare pages lint
 
 demo: .venv
@@ -23,6 +24,10 @@ test: .venv lint
 # Formulas and one real step of every script against its paper's objective: what a fork should keep green.
 quick: .venv
 	$(BIN)/python -m pytest -m quick --durations=0
+
+# A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
+%.py: examples/%.diff ttrl.py
+	patch -F0 -o $@ ttrl.py $<
 
 lint: .venv
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Shared by the tests: short toy runs in this process, tiny random models, toy policies and rollouts."""
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -8,8 +9,11 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +36,7 @@ SCRIPTS = "ttrl evol_rl scrl restrain ettrl dynamic_rl".split()
 SMALL = dict(steps=2, votes=8, train_samples=8, prompts_per_batch=4, max_new_tokens=64, eval="",
              checkpoint_every=0, num_minibatches=2)
 SMALL_OF = dict(restrain=dict(kappa=2), ettrl=dict(trunks=2))  # what else is sized by the number of responses
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.diff"))
 TIMED = ("seconds/", "tokens_per_second/")
 
 
@@ -39,6 +44,33 @@ TIMED = ("seconds/", "tokens_per_second/")
 def other_models_in_the_same_folder():
     """A folder that a passed test left is deleted, and the next test may put another model there."""
     engine.policy.can_pack.cache_clear()
+
+
+# ------------------------------------------------- forks ---------------------------------------------------
+@functools.cache
+def patched() -> Path:
+    """The folder of forks that load_script made; Python imports from it."""
+    folder = Path(tempfile.mkdtemp(prefix="forks-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    sys.path.insert(0, str(folder))  # before what `make gspo.py` once wrote
+    return folder
+
+
+def load_script(name: str):
+    """A script's module; a fork's is ttrl.py with examples/NAME.diff."""
+    path = patched() / f"{name}.py"
+    if name in EXAMPLES and not path.exists():
+        patch(name, ROOT / "ttrl.py", path)
+    return importlib.import_module(name)
+
+
+def patch(name: str, base: Path, path: Path) -> None:
+    """Write base with examples/NAME.diff to path, as make does. Fails with the hunk that does not fit."""
+    diff = ROOT / "examples" / f"{name}.diff"
+    done = subprocess.run(["patch", "-F0", "-o", path, base, diff], capture_output=True, text=True)
+    if done.returncode:
+        path.unlink()
+        pytest.fail(f"examples/{name}.diff no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
 
 
 # ------------------------------------------------- toy runs ------------------------------------------------
@@ -240,7 +272,7 @@ class Watched:
 
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
         self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle
-        self.module, self.flags = importlib.import_module(script), flags
+        self.module, self.flags = load_script(script), flags
         self.calls = []      # the loop's verbs, in order
         self.generated = []  # the sampler's calls: requests, options; fresh: it had the policy's weights
         self.samples = []    # run.sample's calls: step, prompts, n, limits, groups, and the tokens as sampled
@@ -265,7 +297,7 @@ class Watched:
             instead = mock.patch.object(self.module, "Embedder", FakeEmbedder)
         if self.script == "dynamic_rl":
             instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
-        cpu = mock.patch("engine.run.start_processes", return_value=(torch.device("cpu"), 0, 1))
+        cpu = mock.patch("engine.setup.start_processes", return_value=(torch.device("cpu"), 0, 1))
         with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
                 mock.patch.object(sys, "argv", [f"{self.script}.py"]):
             self.metrics = run_toy(self.module, self.out, **self.flags)
@@ -290,14 +322,14 @@ class Watched:
         spy(run.sampler, "load", before=lambda tensors: call("sync"))
         spy(run.sampler, "generate", before=self._will_generate, after=self._cut)
         spy(run.sampler, "sleep", before=lambda: call("sleep"))
-        spy(run.policy, "score", before=lambda rollouts, into, temperature, **statistics: call(into))
+        spy(run.policy, "score_old", before=lambda rollouts, temperature: call("score_old"))
         if run.reference:
-            spy(run.reference, "score", before=lambda rollouts, into, temperature, **others: call(into))
+            spy(run.reference, "score_ref", before=lambda rollouts, temperature: call("score_ref"))
         spy(run.policy, "logprobs", before=self._forward)
         spy(run.policy, "clip_grad_norm", before=self._will_clip, after=self._clipped)
-        spy(run.optimizer, "step", before=self._will_step)
 
-    def _started(self, result) -> None:
+    def _started(self, result, optimizer) -> None:
+        spy(optimizer, "step", before=self._will_step)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.run.policy.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * self.noise * 0.05

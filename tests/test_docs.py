@@ -16,20 +16,19 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import SCRIPTS, toy_args, toy_of
+from conftest import EXAMPLES, SCRIPTS, load_script, toy_args, toy_of
 
 import common
 import evaluate
 from engine.data import BENCHMARKS, SUFFIX, SYSTEM, TOYS, load_problems
 from engine.options import parse
 from tools import plot
-from tools.diffs import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 PAPERS = [ROOT / "docs" / f"{script}.md" for script in SCRIPTS]
-MODULES = [*SCRIPTS, "evaluate", *(f"examples.{name}" for name in EXAMPLES)]
+MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
 TRAINING = [name for name in MODULES if name != "evaluate"]
 HEADER = ["row", "command", "GPUs", "batches", "read", "paper"]
 # Files that a page says how to make, with the number of problems that it gives
@@ -121,7 +120,8 @@ def understand_any_model(command: str) -> SimpleNamespace | None:
     words = shlex.split(command, comments=True)
     program, world = words.pop(0), 1
     if program == "make":
-        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        target = re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert target or words[0].removesuffix(".py") in EXAMPLES, command
         return None
     if program in ("pip", "source", "cp"):
         files = [word for word in words if word.endswith((".txt", "ttrl.py"))]
@@ -137,11 +137,11 @@ def understand_any_model(command: str) -> SimpleNamespace | None:
     script = words.pop(0).replace(".", "/") + ".py" if script == "-m" else script
     if script == "my_idea.py":  # the copy of the guide
         return None
-    assert (ROOT / script).is_file(), f"there is no {script}: {command}"
-    name = script.removesuffix(".py").replace("/", ".")
+    name = script.removesuffix(".py")
+    assert name in EXAMPLES or (ROOT / script).is_file(), f"there is no {script}: {command}"
     if name not in MODULES:
         return None
-    module = importlib.import_module(name)
+    module = load_script(name)
     toy = evaluate.TOY if name == "evaluate" else toy_of(module)
     before, sys.argv = sys.argv, [script, *words]
     try:
@@ -239,8 +239,10 @@ def test_batches_and_the_share_of_evaluation(page):
 
 
 def commands_of_docstring(name: str) -> list[str]:
-    docstring = importlib.import_module(name).__doc__.replace("\\\n", " ")
-    lines = [line.strip() for line in docstring.splitlines()]
+    """Those at the top of a script; of an example at the top of its diff."""
+    diff = ROOT / f"examples/{name}.diff"
+    text = diff.read_text().partition("\n--- ")[0] if name in EXAMPLES else load_script(name).__doc__
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith(("python ", "torchrun "))]
 
 
@@ -274,7 +276,7 @@ def test_flags_exist(page):
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
-        for field in importlib.import_module(name).Args.__dataclass_fields__:
+        for field in load_script(name).Args.__dataclass_fields__:
             known |= {field, f"no-{field}"}
     for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text()):
         assert flag in known, f"{page.name}: --{flag}"

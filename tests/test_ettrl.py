@@ -10,8 +10,8 @@ from equations import relative_error
 import common
 import ettrl
 import ttrl
-from ettrl import Args, Fork, choose_forks, clip_advantages, entropy_advantages, fork_points, graft
-from ettrl import reshape_advantages, to_train, tree_cost, tree_leaves, tree_rollouts
+from ettrl import Args, Fork, choose_forks, clip_advantages, fork_points, graft
+from ettrl import reshape_advantages, reshape_by_entropy, tree_cost, tree_leaves, tree_rollouts
 
 
 def close(tensor, expected, tolerance=1e-6):
@@ -90,11 +90,13 @@ def test_clip_by_hand():
     (dict(advantage="clip"), ([0.3, 1.5], [1.1]), [2.0, -2.0]),
     (dict(advantage="clip", bound=3.5), ([0.3, 1.5], [1.1]), [3.0, -3.5]),
     (dict(advantage="none"), ([0.3, 1.5], [1.1]), [3.0, -4.0])])
-def test_entropy_advantages(flags, entropies, expected):
+def test_reshaping_is_not_by_a_groups_entropies(flags, entropies, expected):
     trained = []
-    for h_T in entropies:
-        trained.append(common.Rollout([1], [2] * len(h_T), None, True, entropy=torch.tensor(h_T)))
-    assert close(entropy_advantages(torch.tensor([3.0, -4.0]), trained, Args(**flags)), expected)
+    for h_T, advantage in zip(entropies, [3.0, -4.0]):
+        one = common.Rollout([1], [2] * len(h_T), None, True, entropy=torch.tensor(h_T), advantage=advantage)
+        trained.append(one)
+    reshape_by_entropy(trained, Args(**flags))
+    assert close(torch.tensor([one.advantage for one in trained]), expected)
 
 
 # ------------------------------------------------- the tree -----------------------------------------------
@@ -191,20 +193,9 @@ def test_leaves_against_their_trunks(tmp_path, score):
             assert leaf.answer == common.extract_answer(leaf.text)
     # Prefix and branch fit together: the sampler's log-probs of a leaf are the trainer's of it whole
     flat = [leaf for group in groups for leaf in group]
-    run.policy.score(flat, "old_logp", args.temperature)
+    run.policy.score_old(flat, args.temperature)
     sampled = torch.cat([leaf.logprobs for leaf in flat])
     assert relative_error(sampled, torch.cat([leaf.old_logp for leaf in flat])) < 1e-5
-
-
-def test_scored_are_the_leaves_that_the_loop_trains(tmp_path):
-    run, args, _ = watched_run(tmp_path / "run", train_samples=3)
-    run.begin_step(1)
-    groups, trained = [], []
-    for problem in run.problems[:4]:
-        group = [rollout([5]) for _ in range(10)]
-        groups.append(group)
-        trained += [group[i] for i in run.subset(10, 3, problem)]
-    assert to_train(run, run.problems[:4], groups, args) == trained and len(trained) == 12
 
 
 # ---------------------------------------------------- runs ------------------------------------------------

@@ -335,7 +335,7 @@ def change_of(monkeypatch, name):
 
     def compare(run, extra=None):
         again = [replace(r, old_logp=None, ref_logp=None, entropy=None) for r in run.trained]
-        run.policy.score(again, "old_logp", run.args.temperature)
+        run.policy.score_old(again, run.args.temperature)
         changes = [getattr(a, name) - getattr(r, name) for a, r in zip(again, run.trained)]
         sums.append(float(torch.cat(changes).sum()))
         end_step(run, extra)
@@ -347,18 +347,17 @@ def change_of(monkeypatch, name):
 @pytest.mark.parametrize("clip_high, moves", [(0.28, True), (0.2, False)])
 def test_clip_higher_lets_rising_probabilities_rise_further(clip_high, moves, tmp_path, monkeypatch):
     """All advantages are 1, and the old log-probs are such that all ratios start from 1.25."""
-    score = common.Policy.score
+    score_old = common.Policy.score_old
 
-    def shifted(policy, rollouts, into, temperature):
-        score(policy, rollouts, into, temperature)
+    def shifted(policy, rollouts, temperature):
+        score_old(policy, rollouts, temperature)
         for r in rollouts:
-            if into == "old_logp":
-                r.old_logp = r.old_logp - math.log(1.25)
+            r.old_logp = r.old_logp - math.log(1.25)
 
     monkeypatch.setattr(evol_rl, "group_advantages", torch.ones_like)
     flags = TINY | QUIET | dict(clip_high=clip_high, entropy_coef=0.0, max_logp_diff=1.0)
     rises = change_of(monkeypatch, "old_logp")  # both are shifted
-    monkeypatch.setattr(common.Policy, "score", shifted)
+    monkeypatch.setattr(common.Policy, "score_old", shifted)
     line, = run_toy(evol_rl, tmp_path / "run", **flags)
     if moves:
         assert line["grad_norm"] > 0 and rises[0] > 0

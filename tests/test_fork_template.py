@@ -1,14 +1,12 @@
-"""Copy this file for a fork: name it in FORK, and write your formula's numbers by hand. Also docs/fork.md."""
+"""Copy this file for a fork: name your script, write your formula's numbers by hand. Also docs/fork.md."""
 
-import importlib
 import shutil
 
 import pytest
 import torch
-from conftest import fresh_state, read_lines, run_toy, untimed
+from conftest import fresh_state, load_script, read_lines, run_toy, untimed
 
-FORK = "examples.empo"  # yours: "my_idea"
-fork = importlib.import_module(FORK)
+fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
 SHORT = dict(votes=4, train_samples=4, max_new_tokens=32)
 # leaves prompts out? dict(votes=8, train_samples=8, max_new_tokens=96)
 

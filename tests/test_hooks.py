@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, read_lines, run_toy, spy
-from equations import gradient_is_the_objectives, log_softmax_rows, model_with, relative_error
+from conftest import ROOT, SMALL, load_script, read_lines, run_toy, spy
+from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
 import dynamic_rl
@@ -25,14 +25,8 @@ from engine import checkpoint
 from engine.data import load_problems
 from engine.fast import LogProbs
 from engine.policy import MicroBatch
-from examples import srt
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
-
-
-def everything(run) -> list:
-    """All responses that the run has sampled in this step."""
-    return [response for group in run.groups for response in group["responses"]]
 
 
 # --------------------------------------- (a) statistics of the scoring pass -------------------------------
@@ -45,83 +39,35 @@ def certainty(logp: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_statistics_are_those_of_full_logits(plain, watch, monkeypatch):
-    """Two statistics of one pass over 40 rows, some at a time; the old log-probs are not touched by them."""
-    rows = []
-    monkeypatch.setitem(LogProbs.ELEMENTS, "cpu", 620 * 7)  # 7 rows at a time
+def test_a_pass_over_a_batch_is_not_that_of_full_logits(plain, watch, monkeypatch):
+    """Two statistics, 7 rows at a time; another temperature, the initial model, another prompt."""
+    monkeypatch.setitem(LogProbs.ELEMENTS, "cpu", 620 * 7)
+    sizes, passes = [], []
 
     def counted(logp):
-        rows.append(logp.shape)
+        sizes.append(len(logp))
         return largest(logp)
 
     def score(run):
-        spy(run.policy, "score", before=lambda responses, into, temperature, **others: keep.extend(responses))
-        original = run.policy.score
-
-        def with_statistics(responses, into, temperature):
-            original(responses, into, temperature, largest=counted, certainty=certainty)
-
-        run.policy.score = with_statistics
-
-    keep = []
-    seen = watch("ttrl", meddle=score, plain=plain, prompts_per_batch=1, votes=4, train_samples=4)
-    assert len(keep) == 4
-    assert max(len(logp) for logp in rows) <= 7 or plain
-    model = model_with(seen, seen.weights[1])
-    for response in keep:
-        expected = log_softmax_rows(model, response, seen.args.temperature).detach()
-        assert relative_error(response.largest, largest(expected)) < 1e-4
-        assert relative_error(response.certainty, certainty(expected)) < 1e-5
-        assert response.old_logp.shape == response.entropy.shape == response.largest.shape
-
-
-def test_several_passes_over_one_batch(watch):
-    """A second temperature, the initial model's statistic, another prompt; the first pass stays as it is."""
-    keep = []
-
-    def score(run):
-        original = run.policy.score
-
-        def several(responses, into, temperature):
-            original(responses, into, temperature)
-            first = [response.old_logp for response in responses]
+        def several(responses, temperature):
             copies = [dataclasses.replace(r, prompt_ids=r.prompt_ids[1:], old_logp=None) for r in responses]
-            original(responses + copies, into, temperature)
-            original(responses, "cold_logp", 0.5)
-            run.reference.score(responses, "ref_logp", temperature, ref_largest=largest)
-            assert all(response.old_logp is old for response, old in zip(responses, first))
-            keep.extend(zip(responses, copies))
+            first = run.policy.score(responses + copies, temperature, counted, certainty)
+            passes.extend(zip(responses + copies, first, [temperature] * 8, [1] * 8))
+            passes.extend(zip(responses, run.policy.score(responses, 0.5), [0.5] * 4, [1] * 4))
+            initial = run.reference.score(responses, temperature, largest)
+            passes.extend(zip(responses, initial, [temperature] * 4, ["initial"] * 4))
+            assert all(copy.old_logp is None for copy in copies)
 
-        run.policy.score = several
+        spy(run.policy, "score_old", before=several)
 
-    seen = watch("ttrl", meddle=score, prompts_per_batch=1, votes=3, train_samples=3)
-    initial, args = model_with(seen, seen.weights["initial"]), seen.args
-    for response, _ in keep:
-        expected = largest(log_softmax_rows(initial, response, args.temperature).detach())
-        assert relative_error(response.ref_largest, expected) < 1e-4
-    model = model_with(seen, seen.weights[1])
-    for response, copy in keep:
-        for scored, name, temperature in [(response, "old_logp", args.temperature), (copy, "old_logp",
-                                          args.temperature), (response, "cold_logp", 0.5)]:
-            rows = log_softmax_rows(model, scored, temperature).detach()
-            expected = rows.gather(-1, torch.tensor(response.response_ids)[:, None]).squeeze(-1)
-            assert relative_error(getattr(scored, name), expected) < 1e-4
-        assert relative_error(copy.old_logp, response.old_logp) > 1e-3
-        assert relative_error(response.cold_logp, response.old_logp) > 1e-3
-    assert len(keep) == 3
-
-
-def test_a_statistic_of_another_shape_is_scored(watch):
-    def meddle(run):
-        original = run.policy.score
-
-        def wrong(responses, into, temperature):
-            original(responses, into, temperature, certainty=torch.mean)
-
-        run.policy.score = wrong
-
-    with pytest.raises(ValueError, match=r"certainty of policy.score must turn log-probs \[rows, V\] into"):
-        watch("ttrl", meddle=meddle)
+    seen = watch("ttrl", meddle=score, plain=plain, prompts_per_batch=1, votes=4, train_samples=4)
+    assert len(passes) == 16 and (max(sizes) <= 7 or plain)
+    for response, (logp, entropy, *others), temperature, weights in passes:
+        rows = log_softmax_rows(model_with(seen, seen.weights[weights]), response, temperature).detach()
+        expected = [rows.gather(-1, torch.tensor(response.response_ids)[:, None]).squeeze(-1),
+                    -(rows.exp() * rows).sum(-1), largest(rows), certainty(rows)]
+        for found, wanted in zip([logp, entropy, *others], expected):
+            assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
 # ------------------------------------------------- (b) masked tokens --------------------------------------
@@ -157,22 +103,22 @@ def test_tis_does_not_read_what_a_sampler_says_of_masked_tokens(watch):
         mask_some(run)
         spy(run, "sample", after=no_logprobs)
 
-    line = watch("examples.tis", meddle=meddle).metrics[-1]
+    line = watch("tis", meddle=meddle).metrics[-1]
     assert line["skipped_updates"] == 0 and line["grad_norm"] > 0
     assert line["tis"] == pytest.approx(1, abs=1e-3)
 
 
 def test_masked_tokens_are_in_no_entropy_that_is_rewarded(watch):
-    seen = watch("examples.rent", meddle=mask_some)
+    seen = watch("rent", meddle=mask_some)
     for group in seen.groups:
         expected = [-float(r.entropy[r.mask.bool()].mean()) for r in group.responses]
         assert group.rewards == pytest.approx(expected, abs=1e-6)
-    one = Rollout([1], [2, 3], torch.zeros(2), True, entropy=torch.tensor([0.9, 9.0]))
+    one = Rollout([1], [2, 3], torch.zeros(2), True, entropy=torch.tensor([0.9, 9.0]), advantage=1.0)
     one.mask = torch.tensor([1.0, 0.0])
-    two = Rollout([1], [2], torch.zeros(1), True, entropy=torch.tensor([1.1]))
+    two = Rollout([1], [2], torch.zeros(1), True, entropy=torch.tensor([1.1]), advantage=-1.0)
     # means of what counts are 0.9 and 1.1, on average 1: Eq. 12 scales by 1.1 and 0.9
-    scaled = ettrl.entropy_advantages(torch.tensor([1.0, -1.0]), [one, two], ettrl.Args(advantage="res"))
-    assert scaled.tolist() == pytest.approx([1.1, -0.9])
+    ettrl.reshape_by_entropy([one, two], ettrl.Args(advantage="res"))
+    assert [one.advantage, two.advantage] == pytest.approx([1.1, -0.9])
 
 
 def test_micro_batch_of_masked_responses_by_hand():
@@ -182,9 +128,7 @@ def test_micro_batch_of_masked_responses_by_hand():
     micro = MicroBatch([one, two, none], [0, 1, 2], torch.device("cpu"))
     assert micro.mask_T.tolist() == [1, 0, 1, 1, 1, 0] and micro.length_T.tolist() == [2, 2, 2, 2, 2, 1]
     assert [one.length, two.length, none.length] == [2, 2, 0]
-    values = torch.tensor([1., 100., 3., 5., 6., 100.])
-    assert micro.sequence_mean(values).tolist() == [2, 2, 2, 5.5, 5.5, 0]
-    assert one.mean(values[:3]) == 2 and none.mean(values[5:]) == 0
+    assert one.mean(torch.tensor([1., 100., 3.])) == 2 and none.mean(torch.tensor([100.])) == 0
 
 
 # --------------------------------------- (c) another notion of the same answer ----------------------------
@@ -228,7 +172,7 @@ def test_offline_labels_and_answer_diversity_are_of_the_task():
     """Odd equals odd: SRT's label is met by two of three, and two questions of Dynamic RL share an answer."""
     prompt = Problem("?", same_answer=parity)
     given = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in ("3", "5", None, "8")]
-    assert srt.offline_classes(prompt, given, "7") == [0, 0, None, None]
+    assert load_script("srt").offline_classes(prompt, given, "7") == [0, 0, None, None]
     questions = [dynamic_rl.Question(response, [i], True, 0.5, response.answer)
                  for i, response in enumerate(given)]
     for task, different, diversity in [({}, 3, 3), (dict(same_answer=parity), 2, 1 / 2 + 1 / 2 + 1)]:
@@ -345,63 +289,13 @@ def test_prompts_left_out_of_an_update(left, watch):
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------
-def short(classes):
-    return torch.ones(len(classes) - 1)
-
-
-def as_list(classes):
-    return [1.0] * len(classes)
-
-
-def not_a_number(classes):
-    return torch.tensor([1.0, float("nan")] + [0.0] * (len(classes) - 2))
-
-
-def forgotten(rewards):
-    return torch.full_like(rewards, float("nan"))
-
-
-def tensors(rewards):
-    return SimpleNamespace(tolist=rewards.unbind)  # .tolist() was forgotten
-
-
-def of_text(problem, responses, labels):
-    return [response.answer or "none" for response in responses]
-
-
-def nothing(problem, responses, labels):
-    return None
-
-
-def its_text(classes):
-    return "42"
-
-
-def tensor_metric(run, extra=None, end_step=common.Run.end_step):
-    end_step(run, dict(mine=torch.ones(1)))
-
-
-def metric_of_the_run(run, extra=None, end_step=common.Run.end_step):
-    end_step(run, dict(reward=5.0))
-
-
 def no_room(run, prompts, n, sample=common.Run.sample):
     longer = dataclasses.replace(prompts[0], prompt_ids=prompts[0].prompt_ids * 20)
     return sample(run, [longer, *prompts[1:]], n)
 
 
-def twice(run, prompts, n, sample=common.Run.sample):
-    return sample(run, [prompts[0], *prompts[:-1]], n)
-
-
-def too_long(run, train, minibatches=common.Run.minibatches):
-    run.policy.score([dataclasses.replace(train[0], prompt_ids=train[0].prompt_ids * 20)], "other", 1.0)
-
-
-def masked(run, prompts, n, sample=common.Run.sample):
-    groups = sample(run, prompts, n)
-    groups[0][0].mask = torch.ones(99)
-    return groups
+def too_long(run, train):
+    run.policy.score([dataclasses.replace(train[0], prompt_ids=train[0].prompt_ids * 20)], 1.0)
 
 
 def unkept_state(run, prompts=common.Run.next_prompts):
@@ -409,30 +303,37 @@ def unkept_state(run, prompts=common.Run.next_prompts):
     return prompts(run)
 
 
-def number_as_answer(args, build=common.Run):
-    return build(args, read_answer=lambda text, problem: 7)
-
-
-WRONG = [
-    (ttrl, "majority_reward", short, r"rewards must be a tensor \[4\] of floats, .* but are \[3\]"),
-    (ttrl, "majority_reward", as_list, r"rewards must be a tensor \[4\] of floats, .* but are list"),
-    (ttrl, "majority_reward", not_a_number, "every reward must be a finite number"),
-    (ttrl, "group_advantages", forgotten, "a response has the advantage nan; set response.advantage"),
-    (ttrl, "group_advantages", tensors, r"a response has the advantage tensor\(0\.\)"),
-    (common, "answer_classes", of_text, "classes must be a list of 4, a whole number or None"),
-    (common, "answer_classes", nothing, "the classes that vote are None, but must be a list of whole"),
-    (ttrl, "majority", its_text, "label must be the class taken as right"),
+sample, end_step, build = common.Run.sample, common.Run.end_step, common.Run
+WRONG = [  # what a fork replaces, by what, and the sentence
+    (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
+     r"rewards must be a tensor \[4\] of floats, .* but are \[3\]"),
+    (ttrl, "majority_reward", lambda classes: [1.0] * len(classes),
+     r"rewards must be a tensor \[4\] of floats, .* but are list"),
+    (ttrl, "majority_reward", lambda classes: torch.tensor([math.nan] + [0.0] * (len(classes) - 1)),
+     "every reward must be a finite number"),
+    (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
+     "a response has the advantage nan; set response.advantage"),
+    (ttrl, "group_advantages", lambda rewards: SimpleNamespace(tolist=rewards.unbind),  # .tolist() forgotten
+     r"a response has the advantage tensor\([01]\.\)"),
+    (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
+     "classes must be a list of 4, a whole number or None"),
+    (common, "answer_classes", lambda problem, responses, labels: None,
+     "the classes that vote are None, but must be a list of whole"),
+    (ttrl, "majority", lambda classes: "42", "label must be the class taken as right"),
     (common.Run, "sample", no_room, r"a prompt of \d+ tokens leaves its response none"),
-    (common.Run, "sample", twice, r"the prompt with id \d+ was sampled in this step already"),
-    (common.Run, "sample", masked, r"a response of \d+ tokens has a mask \[99\]"),
+    (common.Run, "sample", lambda run, prompts, n: sample(run, [prompts[0], *prompts[:-1]], n),
+     r"the prompt with id \d+ was sampled in this step already"),
     (common.Run, "minibatches", too_long, r"has \d+ tokens, but the run plans for at most \d+"),
-    (common.Run, "end_step", tensor_metric, r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
-    (common.Run, "end_step", metric_of_the_run, "the run has a metric 'reward' of its own"),
+    (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(mine=torch.ones(1))),
+     r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
+    (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(reward=5.0)),
+     "the run has a metric 'reward' of its own"),
     (common.Run, "next_prompts", unkept_state, r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
-    (common, "Run", number_as_answer, "must return text or None .*, but returned 7")]
+    (common, "Run", lambda args: build(args, read_answer=lambda text, problem: 7),
+     "must return text or None .*, but returned 7")]
 
 
-@pytest.mark.parametrize("module, name, function, sentence", WRONG, ids=[row[2].__name__ for row in WRONG])
+@pytest.mark.parametrize("module, name, function, sentence", WRONG, ids=[row[3][:40] for row in WRONG])
 def test_a_forks_mistake_trains_on_in_silence(module, name, function, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr(module, name, function)
     with pytest.raises((ValueError, TypeError), match=sentence):

@@ -87,17 +87,7 @@ def test_micro_batch_by_hand():
     assert micro.old_logp_T.tolist() == [-1, -2, -3]
     assert micro.ref_logp_T is None
     assert micro.per_token([True, False]).tolist() == [1, 1, 0]
-    assert micro.sequence_mean(torch.tensor([1.0, 3.0, 5.0])).tolist() == [2, 2, 5]
     assert MicroBatch([a], [], "cpu", filler=True).mask_T.tolist() == [0, 0]
-
-
-def test_old_logprobs_of_a_single_minibatch_are_kept():
-    a, b = rollout([1], [5, 6]), rollout([1], [7])
-    micro = MicroBatch([a, b], [0, 1], "cpu")
-    assert micro.old_logp_T is None
-    micro.keep_old_logp(torch.tensor([-1.0, -2.0, -3.0]))
-    assert micro.old_logp_T.tolist() == [-1, -2, -3]
-    assert (a.old_logp.tolist(), b.old_logp.tolist()) == ([-1, -2], [-3])
 
 
 def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
@@ -322,33 +312,32 @@ def test_stop_token_is_trained_although_pad_is_eos(llama):
 
 
 # -------------------------------------------------- scoring ------------------------------------------------
-def test_score_sets_what_is_missing_and_nothing_else():
+def test_scoring_loses_order_temperature_or_what_another_pass_set():
     policy, rollouts = make_policy(micro_tokens=100), random_rollouts(6)
-    kept = torch.full((len(rollouts[2].response_ids),), -7.0)
-    rollouts[2].old_logp = kept
-    policy.score(rollouts, "old_logp", 0.7)
-    assert rollouts[2].old_logp is kept and rollouts[2].entropy is None
-    del rollouts[2]
+    policy.score_old(rollouts, 0.7)
     with torch.no_grad():
         logp, entropy = by_the_model_itself(policy.model, rollouts, 0.7)
     assert relative_error(torch.cat([r.old_logp for r in rollouts]), logp) < 1e-5
     assert relative_error(torch.cat([r.entropy for r in rollouts]), entropy) < 1e-5
     assert all(r.ref_logp is None for r in rollouts)
     entropies = [r.entropy for r in rollouts]
-    policy.score(rollouts, "ref_logp", 1.0)  # the reference's: the policy's entropies stay
+    policy.score_ref(rollouts, 1.0)  # the reference's: the policy's entropies stay
     assert all(r.entropy is entropy for r, entropy in zip(rollouts, entropies))
     with torch.no_grad():
         expected, _ = by_the_model_itself(policy.model, rollouts, 1.0)
     assert relative_error(torch.cat([r.ref_logp for r in rollouts]), expected) < 1e-5
     assert not any(r.ref_logp.requires_grad for r in rollouts)
+    assert policy.score([], 1.0) == []
 
 
 # --------------------------------------------- the optimizer step ------------------------------------------
 def test_two_optimizer_steps_by_hand(tmp_path):
     """Adam (Kingma & Ba 2015, Algorithm 1) with decoupled weight decay, after clipping the gradient's norm.
 
-    The run's own policy and optimizer; the rate comes with the step, as in the scripts."""
+    The run's own policy, the scripts' optimizer; the rate comes with the step."""
     run = common.Run(toy_args(ttrl, weight_decay=0.1, grad_clip=1.0, kl_coef=0.0, out=str(tmp_path / "run")))
+    optimizer = torch.optim.AdamW(run.policy.parameters(), lr=run.args.lr, betas=(0.9, 0.999),
+                                  weight_decay=run.args.weight_decay, fused=True)
     value = next(run.policy.parameters())
     expected, m, v = value.detach().clone(), 0.0, 0.0
     steps = [(1e-2, 2.0), (3e-2, 0.5)]  # the first gradient is clipped, the second is not
@@ -357,8 +346,8 @@ def test_two_optimizer_steps_by_hand(tmp_path):
         grad *= norm / grad.norm()
         value.grad = grad.clone()
         assert run.policy.clip_grad_norm(run.args.grad_clip) == pytest.approx(norm, rel=1e-4)
-        run.optimizer.param_groups[0]["lr"] = rate
-        run.optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
         grad /= max(norm, 1.0)
         m = 0.9 * m + 0.1 * grad
         v = 0.999 * v + 0.001 * grad ** 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import common
 import scrl
 import ttrl
-from scrl import Args, answer_entropies, group_advantages, label_options, pseudo_labels, scrl_rewards
+from scrl import Args, answer_entropies, group_advantages, pseudo_labels, scrl_rewards
 
 
 def classes_of(*counts, none=0):
@@ -143,15 +143,13 @@ def test_ablations_of_table_3():
     assert pseudo_labels([None] * 2, [0.0] * 2, selective_positive=False) == (None, set())
 
 
-NO_PARTS = Args(selective_positive=False, negatives=False)
-
-
 def test_without_its_parts_the_reward_is_ttrls():
     draw = random.Random(0)
     for _ in range(200):
         classes = [draw.choice([None, 0, 1, 2, 3]) for _ in range(draw.randint(1, 12))]
         entropies = [draw.random() for _ in classes]
-        rewards = scrl_rewards(classes, entropies, **label_options(NO_PARTS), null_reward=0.0, hard=True)
+        labels = pseudo_labels(classes, entropies, selective_positive=False, negatives=False)
+        rewards = scrl_rewards(classes, entropies, null_reward=0.0, hard=True, labels=labels)
         assert rewards.tolist() == ttrl.majority_reward(classes).tolist()
 
 
@@ -213,14 +211,13 @@ def test_one_pass_scores_all_responses(tmp_path, monkeypatch):
     """It gives entropies and old log-probs; the reference scores the trained ones only."""
     passes, original = [], common.Policy.score
 
-    def score(policy, rollouts, into, temperature):
-        rollouts = list(rollouts)
-        passes.append((into, sum(getattr(r, into) is None for r in rollouts)))
-        return original(policy, rollouts, into, temperature)
+    def score(policy, rollouts, temperature):
+        passes.append((policy.trainable, len(rollouts)))
+        return original(policy, rollouts, temperature)
 
     monkeypatch.setattr(common.Policy, "score", score)
     line, = run_toy(scrl, tmp_path / "run", **TINY)
-    assert [(into, count) for into, count in passes if count] == [("old_logp", 32), ("ref_logp", 16)]
+    assert passes == [(True, 32), (False, 16)]
     assert line["grad_norm"] > 0 and line["logp_diff_max"] < 1e-3
     assert 0 <= line["label_coverage"] <= 1 and 0 <= line["negative_coverage"] <= 1
 

@@ -17,6 +17,7 @@ import inspect
 import re
 import tokenize
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -26,9 +27,9 @@ from markupsafe import Markup
 
 import common
 from tools import explain
-from tools.diffs import ROOT, names_of
 from tools.report import TEMPLATES
 
+ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "docs" / "site"
 SCRIPTS = ["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl"]
 
@@ -100,6 +101,14 @@ def code(path: str, numbers: list[int]) -> Markup:
         shown.append(Markup('<a href="../../{}#L{}">{:>4}</a>  {}<i>{}</i>').format(
             path, n, n, line[margin:column], line[column:]))
     return Markup('<pre class="code">{}</pre>').format(Markup("\n").join(shown))
+
+
+def names_of(statement: ast.stmt) -> list[str]:
+    """The names that a top-level statement defines: a function, a class, constants."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def statements(path: str) -> dict[str, ast.stmt]:

@@ -95,8 +95,8 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
         heaviest = sorted(weights, key=weights.get, reverse=True)[:4]
         shown = ", ".join(f"{vote.answer_of(c)} {weights[c]:.2f}" for c in heaviest)
         text = f"RESTRAIN takes all {len(weights)} answers as labels, weighted; the heaviest are {shown}."
-    said.append(f"{text} The prompt's loss is multiplied by u = {u:.2f} (a run takes the initial model's vote "
-                "for it).")
+    said.append(f"{text} The prompt's loss is multiplied by u = {u:.2f} (a run takes u from the initial "
+                "model's vote).")
     factors = columns["ETTRL x"]
     said.append(f"ETTRL (EAR) multiplies TTRL's advantages by {min(factors):.2f} to {max(factors):.2f}: less "
                 "for responses with more entropy than the average.")

@@ -24,8 +24,8 @@ from engine.runfolder import json_object, numbers
 
 # pass@k and maj@k are those of the benchmark's largest k.
 PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority_ratio entropy
-    distinct_answers distinct length label_coverage negative_accuracy token_ratio question_reward question_diversity
-    answer_diversity""".split()
+    distinct_answers distinct length label_coverage negative_accuracy token_ratio question_reward
+    question_diversity answer_diversity""".split()
 # Logged by the scripts, too, but drawn only if --panels names it.
 NOT_DRAWN = """step loss kl clip_fraction grad_norm lr skipped_updates logp_diff_max logp_diff_mean truncated
     answered batch_pass@1 entropy_right entropy_wrong zero_variance positive_advantage reward_accuracy

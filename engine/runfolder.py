@@ -1,4 +1,4 @@
-"""A run's folder and what is shown of it: run.json, metrics, samples, TensorBoard, progress bar, curves."""
+"""A run's folder and what is shown of it: run.json, metrics, samples, TensorBoard, progress bar."""
 
 from __future__ import annotations
 
@@ -205,22 +205,15 @@ class RunFolder:
                             f"{checkpoint.newest(self.path)}.") from None
 
     def finish(self) -> None:
-        """A table of the evaluations before and after, where the time went, and the curves."""
+        """A table of the evaluations before and after, where the time went, and how to look at the run."""
         if self.rank:
             return
         self.bar.close()
         self.board.close()
         print(evaluation_table(self.history))
         print(time_table(self.history))
-        try:
-            from tools import plot
-            plot.plot([self.path], self.path / "curves.png")
-            print(f"Curves: {self.path / 'curves.png'}")
-            from tools import report
-            report.write_report([self.path], self.path / "report.html")
-            print(f"Votes step by step: {self.path / 'report.html'}")
-        except Exception as error:  # the model is saved
-            print(f"No curves drawn or no report written ({error}).")
+        print(f"Curves: python -m tools.plot {self.path}")
+        print(f"Votes, step by step: python -m tools.report {self.path}")
         print(f"Final model: {self.path / 'final'}", flush=True)
 
 

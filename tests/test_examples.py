@@ -18,7 +18,6 @@ import ttrl
 from common import Problem, Rollout, UserError
 from engine.hf_sampler import HFSampler
 from examples import co_rewarding, empo, gspo, intuitor, rent, srt, tis
-from tools import diffs
 
 
 def responses(*answers):
@@ -145,7 +144,8 @@ def entropy_itself(args, response, logp, old, entropy):
 OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself)
 FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_high=1.5),
                 dynamic_sampling=dict(max_rounds=2), em_ft=dict(num_minibatches=2), rlsc=dict(alpha=0.2))
-each_example = pytest.mark.parametrize("name", diffs.EXAMPLES)
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def expected_loss(seen, name, update) -> torch.Tensor:
@@ -325,12 +325,12 @@ def test_one_rank_equals_two(tmp_path):
     """Every example, one step of two minibatches, on one rank and on two."""
     for ranks in (1, 2):
         jobs = []
-        for name in diffs.EXAMPLES:
+        for name in EXAMPLES:
             flags = [*FLAGS, "--num_minibatches", "2", "--seed", "1", "--micro_tokens", str(1500 // ranks)]
             jobs.append(job(f"examples.{name}", tmp_path / f"examples.{name}-{ranks}", *flags))
         done = ended(drive(ranks, tmp_path, *jobs), timeout=580)
         (tmp_path / f"errors-{ranks}").write_text(done.errors)
-    for name in diffs.EXAMPLES:
+    for name in EXAMPLES:
         one, two = runs_of(tmp_path, f"examples.{name}")
         assert turned_tokens(one, two) <= 1
         if turned_tokens(one, two) == 0:
@@ -338,8 +338,7 @@ def test_one_rank_equals_two(tmp_path):
 
 
 def test_a_trained_example_is_evaluated_like_any_model(tmp_path):
-    run_toy(intuitor, tmp_path / "run", steps=1, curves=True)
-    assert (tmp_path / "run/report.html").stat().st_size > 10_000
+    run_toy(intuitor, tmp_path / "run", steps=1)
     settings = dict(evaluate.TOY, model=str(tmp_path / "run/final"), benchmarks="toy", samples=2)
     results = evaluate.main(evaluate.Args(**settings | dict(max_new_tokens=32), out=str(tmp_path / "eval")))
     assert 0 <= results["toy"]["pass@1"] <= 1

@@ -5,10 +5,10 @@
     python -m tools.benchmarks.vs_trl --model smollm2      # or a folder: 8 prompts x 8 responses
 
 The same on both sides: model, prompts, group size, sampling with transformers at temperature 1 until the
-response ends, float32, one optimizer step (AdamW) per batch, no KL term. Ours never recomputes activations. TRL
-does by default, and takes 8 sequences per forward pass; with --trl tuned it does not, and takes the fastest
-number of sequences. Every run is a process of its own, ours and TRL's in turns; the first step of each run is
-not counted.
+response ends, float32, one optimizer step (AdamW) per batch, no KL term. Ours never recomputes activations.
+TRL does by default, and takes 8 sequences per forward pass; with --trl tuned it does not, and takes the
+fastest number of sequences. Every run is a process of its own, ours and TRL's in turns; the first step of each
+run is not counted.
 
 sample   generation alone (ours: the sampler's call with decoding and answers; TRL: the call of `generate`)
 update   forward, backward and optimizer step (TRL: the step without generation and scoring)
@@ -164,11 +164,12 @@ def trl(folder: Path, job: dict, steps: int) -> tuple[list[dict], Peak]:
     micro = job["micro"] if job["tuned"] else 8
     config = GRPOConfig(
         output_dir=str(folder / "output"), max_steps=steps, per_device_train_batch_size=micro,
-        gradient_accumulation_steps=job["prompts"] * job["responses"] // micro, num_generations=job["responses"],
-        max_completion_length=job["tokens"], temperature=1.0, top_p=1.0, top_k=0, beta=0.0, num_iterations=1,
-        loss_type="grpo", learning_rate=1e-5, max_grad_norm=1.0, weight_decay=0.01, optim="adamw_torch",
-        bf16=False, use_cpu=True, seed=job["seed"], gradient_checkpointing=not job["tuned"], report_to="none",
-        save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False)
+        gradient_accumulation_steps=job["prompts"] * job["responses"] // micro,
+        num_generations=job["responses"], max_completion_length=job["tokens"], temperature=1.0, top_p=1.0,
+        top_k=0, beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=1e-5, max_grad_norm=1.0,
+        weight_decay=0.01, optim="adamw_torch", bf16=False, use_cpu=True, seed=job["seed"],
+        gradient_checkpointing=not job["tuned"], report_to="none", save_strategy="no", logging_steps=1,
+        disable_tqdm=True, dataloader_pin_memory=False)
     trainer = Timed(model=job["model"], reward_funcs=reward, args=config, callbacks=[Clock()],
                     train_dataset=Dataset.from_dict(dict(prompt=job["texts"])),
                     processing_class=AutoTokenizer.from_pretrained(job["model"]))
@@ -181,7 +182,8 @@ def one_side(side: str, folder: Path, steps: int) -> None:
     """In a process of its own: run a side and write its figures to result.json."""
     import torch
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rows, peak = (ours if side == "ours" else trl)(folder, json.loads((folder / "job.json").read_text()), steps)
+    job = json.loads((folder / "job.json").read_text())
+    rows, peak = (ours if side == "ours" else trl)(folder, job, steps)
     found = {part: statistics.median(row[part] for row in rows[1:]) for part in PARTS}
     found |= dict(length=statistics.mean(row["length"] for row in rows[1:]), memory=max(peak.rises[1:]))
     packages = ["torch", "transformers"] + ["trl"] * (side == "trl")
@@ -227,12 +229,14 @@ def main() -> None:
                      "venv .venv-trl && .venv-trl/bin/pip install -r tools/benchmarks/requirements.txt")
     python = {"ours": sys.executable, "trl": str(Path(args.trl_python).absolute())}
     runs: dict[str, list[dict]] = {side: [] for side in python}
+    size = SIZES["model" if args.model else "toy"]
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), args.model, SIZES["model" if args.model else "toy"], args.seed, args.trl == "tuned")
+        prepare(Path(folder), args.model, size, args.seed, args.trl == "tuned")
         print(f"{'':6}{'step s':>10}{'sample s':>10}{'update s':>10}{'CPU s':>10}{'tokens':>10}{'MiB':>10}")
         for _, side in itertools.product(range(args.runs), python):
             runs[side].append(child(python[side], side, Path(folder), args))
-    print(f"ours: {runs['ours'][0]['versions']}; TRL's: {runs['trl'][0]['versions']}\nTRL's / ours, by pairs:")
+    print(f"ours: {runs['ours'][0]['versions']}; TRL's: {runs['trl'][0]['versions']}")
+    print("TRL's / ours: the median pair of runs, and the range")
     for name in (*PARTS, "memory"):
         ratios = sorted(b[name] / a[name] for a, b in zip(runs["ours"], runs["trl"]))
         print(f"{name:6} {statistics.median(ratios):6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")

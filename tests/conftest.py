@@ -90,15 +90,12 @@ def toy_args(module, **overrides):
     return module.Args(**values)
 
 
-def run_toy(module, out, curves=False, **overrides) -> list[dict]:
+def run_toy(module, out, **overrides) -> list[dict]:
     """Run a script's main on the toy with a small budget; returns the lines of metrics.jsonl."""
     args = toy_args(module, **overrides, out=str(out))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # they take longer than a step
-    no_curves = contextlib.nullcontext() if curves else mock.patch("tools.plot.plot")
     try:
-        with no_curves:
-            module.main(args)
+        module.main(args)
     finally:  # the handlers hold the run, and the run holds the lock of its folder
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -118,7 +115,6 @@ def launch(monkeypatch, capfd):
         arguments += [f"--{name}" for name, value in flags.items() if value is True]
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
         monkeypatch.setattr(options, "leave", leave)
-        monkeypatch.setattr("tools.plot.plot", lambda *folders: None)
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         code = 0
         try:

@@ -58,7 +58,7 @@ BAD_MODELS = {
     "another shape": (WEIGHTS, another_shape, "1 are missing or of another shape, among them model.layers.1"),
     "NaN": (WEIGHTS, one_nan, "but tokens have the probability NaN"),
     "no config": (CONFIG, None, "must be a Hub id or a folder with a model and its tokenizer: Unrecognized"),
-    "small vocabulary": (CONFIG, dict(vocab_size=300), "620 tokens and ends a response with [2], but the mod"),
+    "small vocabulary": (CONFIG, dict(vocab_size=300), "620 tokens and ends a response with [2], but"),
     "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
     "another architecture": (CONFIG, dict(model_type="gpt2"), "are missing or of another shape, among them"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "which is an encoder-decoder model; give a causal"),
@@ -165,7 +165,7 @@ FOLDERS = {  # fault -> (change, exit code, words)
     "NaN in it": (tensors(one_nan), 2, "but tokens have the probability NaN: it or the checkpoint holds"),
     "metrics: half a line": (written("metrics.jsonl", LINES), 0, "Final model"),
     "metrics: no UTF-8": (written("metrics.jsonl", b"\xff\xfe\n"), 0, "Final model"),
-    "run.json is damaged": (written("run.json", b'{"script": "tt'), 2, "run.json cannot be read, it is damage"),
+    "run.json is damaged": (written("run.json", b'{"script": "tt'), 2, "cannot be read, it is damage"),
 }
 
 

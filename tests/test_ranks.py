@@ -37,9 +37,7 @@ sys.path[:0] = [root, os.path.dirname(sys.argv[0])]
 import torch
 torch.set_num_threads(1)
 import common
-import tools.plot
 sample, child = common.Run.sample, 0
-tools.plot.plot = lambda *folders: None  # curves take longer than a step
 signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, number))  # torchrun's goes to the run
 
 def recorded(self, prompts, n, limits=None):

@@ -1,12 +1,12 @@
-"""metrics.jsonl of one or several runs -> one PNG.
+"""metrics.jsonl of one or several runs -> one figure.
 
+    python -m tools.plot runs/a                                    # writes runs/a/curves.png
     python -m tools.plot runs/a runs/b -o both.png
-    python -m tools.plot runs/compare/*-seed* --benchmark toy_test --panels pass@1,pass@k,entropy -o three.png
-    python -m tools.plot runs/examples/*-seed* --behind TTRL --panels pass@1,pass@k -o examples.png
+    python -m tools.plot runs/compare/*-seed* --benchmark toy_test --panels pass@1,pass@k,loss -o three.png
 
-Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are drawn as one line, their mean,
-with a band from the lowest to the highest. Panels without data are left out, so the same command serves the
-toy and a run on GPUs. --panels draws any metric of docs/metrics.md: loss,agreeing/16,eval/toy/length.
+Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are one line, their mean, with a band
+from the lowest to the highest. The default panels are those of PANELS that the runs have, and every metric
+that no script of this repository logs, such as a fork's own; --panels draws any metric of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -15,188 +15,121 @@ import argparse
 import itertools
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 
 from engine.base import UserError
-from engine.runfolder import json_object, numbers
+from engine.runfolder import read_jsonl
 
-# Panel -> title. pass@1, pass@k and maj@k are of one benchmark, with the largest k that all its runs have;
-# the others are metrics of docs/metrics.md.
-BENCHMARK_PANELS = {"pass@1": "pass@1", "pass@k": "pass@{k}", "maj@k": "maj@{k}"}
-PANELS = {
-    "label_accuracy": "label accuracy",
-    "majority_accuracy": "majority accuracy",
-    "majority_ratio": "majority ratio",
-    "entropy": "token entropy (nats)",
-    "entropy_right": "token entropy, right responses",
-    "entropy_wrong": "token entropy, wrong responses",
-    "distinct_answers": "different answers per prompt",
-    "distinct": "distinct responses",
-    "length": "response length (tokens)",
-    "label_coverage": "prompts with a label (SCRL, RESTRAIN)",
-    "negative_coverage": "SCRL: prompts with a negative label",
-    "negative_accuracy": "SCRL: negative labels that are wrong answers",
-    "token_ratio": "ETTRL: tokens, tree / parallel",
-    "question_reward": "Dynamic RL: question reward",
-    "question_entropy": "Dynamic RL: question entropy (nats)",
-    "question_diversity": "Dynamic RL: question diversity",
-    "answer_diversity": "Dynamic RL: answer diversity",
-    "unique_answers": "Dynamic RL: unique answers",
-    "unanimous": "Dynamic RL: unanimous questions"}
-# Okabe and Ito's colours, told apart by colour-blind readers; the line styles serve black and white.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"]
-STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2))]
+# pass@k and maj@k are those of the benchmark's largest k.
+PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority_ratio entropy
+    distinct_answers distinct length label_coverage negative_accuracy token_ratio question_reward
+    question_diversity answer_diversity""".split()
+# Logged by the scripts, too, but drawn only if --panels names it.
+NOT_DRAWN = """step loss kl clip_fraction grad_norm lr skipped_updates logp_diff_max logp_diff_mean truncated
+    answered batch_pass@1 entropy_right entropy_wrong zero_variance positive_advantage reward_accuracy
+    negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
+    question_length sync_gib peak_memory_gib""".split()
+GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/", "measured_gib/", "planned_gib/")
+STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
+    "gold": ("#000000", "-"),
+    "ttrl": ("#0072B2", "-"),
+    "evol_rl": ("#D55E00", "--"),
+    "scrl": ("#009E73", "-."),
+    "restrain": ("#CC79A7", ":"),
+    "ettrl": ("#E69F00", (0, (5, 1))),
+    "dynamic_rl": ("#56B4E9", (0, (3, 1, 1, 1)))}
+OTHERS = [(colour, line) for line in ("--", ":", "-.", "-") for colour, _ in STYLES.values()]
 COLUMNS = 3
 
 
 # ---------------------------------------------- reading --------------------------------------------------
-def read_lines(folder: Path, name: str) -> list[dict]:
-    """The JSON objects in the lines of one of a run's files, [] if there is none.
-
-    What is none is skipped: a killed run leaves its last line half-written."""
-    path = Path(folder) / name
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return [line for line in map(json_object, text.split("\n")) if line]
-
-
 def read_metrics(folder: Path) -> list[dict]:
-    """The numbers in the lines of a run's metrics.jsonl that have a step, [] if there are none."""
-    lines = map(numbers, read_lines(folder, "metrics.jsonl"))
-    return [line for line in lines if isinstance(line.get("step"), int)]
+    """The numbers of every line of a run's metrics.jsonl that has a step."""
+    lines = []
+    for line in read_jsonl(Path(folder) / "metrics.jsonl"):
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        if "step" in numbers:
+            lines.append(numbers)
+    return lines
 
 
 def read_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
     """{name without the seed: [lines of a run, ...]}. Raises UserError naming a folder without a run."""
-    if not folders:
-        raise UserError("no run to draw; give at least one run folder, for example runs/ttrl.")
-    runs: dict[Path, list[list[dict]]] = {}
+    runs: dict[str, list[list[dict]]] = {}
     for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise UserError(f"there is no folder '{folder}'; give the folder of a run.")
         lines = read_metrics(folder)
         if not lines:
             raise UserError(f"'{folder}' holds no run: it has no metrics.jsonl with a finished line.")
-        name = re.sub(r"-seed\d+$", "", folder.resolve().name)
-        runs.setdefault(folder.resolve().parent / name, []).append(lines)
-    names = [path.name for path in runs]
-    return {path.name if names.count(path.name) == 1 else str(path): seeds for path, seeds in runs.items()}
+        runs.setdefault(re.sub(r"-seed\d+$", "", folder.resolve().name), []).append(lines)
+    return runs
 
 
-def evaluated(lines: list[dict]) -> dict[str, set[int]]:
-    """{benchmark: the k of its pass@k} of one run, in the order of the run."""
-    found: dict[str, set[int]] = {}
-    for line in lines:
-        for key in line:
-            parts = re.fullmatch(r"eval/(.+)/pass@(\d+)", key)
-            if parts:
-                found.setdefault(parts[1], set()).add(int(parts[2]))
+def metric_of(panel: str, names: list[str], benchmark: str) -> str:
+    """The metric of a panel of runs that log these names; an empty benchmark is the first of them."""
+    if panel not in ("pass@1", "pass@k", "maj@k"):
+        return panel
+    found = [re.fullmatch(r"eval/(.+)/pass@(\d+)", name) for name in names]
+    sizes = [match.groups() for match in found if match]
+    benchmark = benchmark or [*(name for name, _ in sizes), "none"][0]
+    largest = max([int(k) for name, k in sizes if name == benchmark], default=1)
+    return f"eval/{benchmark}/{panel.replace('@k', f'@{largest}')}"
+
+
+def curves(runs: dict[str, list[list[dict]]], panels: list[str], benchmark: str = "") -> dict[str, dict]:
+    """{metric: {name: [{step: value} of a seed, ...]}} of these panels or, without any, of the default ones.
+
+    Raises UserError if the runs log none of them, or not one that is named."""
+    names: dict[str, None] = {}  # in the order of the log
+    for lines in itertools.chain(*runs.values()):
+        for line in lines:
+            names |= dict.fromkeys(line)
+    own = [name for name in names if name not in PANELS + NOT_DRAWN and not name.startswith(GROUPS)]
+    metrics = dict.fromkeys(metric_of(panel, list(names), benchmark) for panel in panels or PANELS + own)
+    unknown = [metric for metric in metrics if metric not in names]
+    if unknown and (panels or len(unknown) == len(metrics)):
+        raise UserError(f"no run has {unknown[0]}; they have {', '.join(sorted(names)) or 'nothing'}.")
+    found: dict[str, dict] = {}
+    for metric in [metric for metric in metrics if metric in names]:
+        found[metric] = {name: [] for name in runs}
+        for name, seeds in runs.items():
+            for lines in seeds:
+                values = {line["step"]: line[metric] for line in lines if metric in line}
+                found[metric][name] += [values] if values else []
     return found
 
 
-def choose_benchmark(runs: list[list[dict]], wanted: str = "") -> tuple[str, int]:
-    """(benchmark, largest k that all runs with it have).
-
-    The wanted one, else the first that all evaluated runs share, else the first; ("", 1) if nothing
-    was evaluated. Raises UserError if no run has the wanted one."""
-    tables = [table for table in map(evaluated, runs) if table]
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    if wanted and wanted not in names:
-        found = ", ".join(names) or "nothing"
-        raise UserError(f"--benchmark is '{wanted}', but the runs were evaluated on {found}.")
-    if not names:
-        return "", 1
-    by_all = set.intersection(*map(set, tables))
-    shared = [name for name in names if name in by_all]
-    chosen = wanted or (shared + names)[0]
-    ks = set.intersection(*(table[chosen] for table in tables if chosen in table))
-    return chosen, max(ks, default=1)
-
-
-def series(lines: list[dict], metric: str, smooth: int = 1) -> dict[int, float]:
-    """{step: value} of a metric, averaged over its last `smooth` values; NaN, null and texts are left out."""
-    points = []
-    for line in lines:
-        value = line.get(metric)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            points.append((line["step"], value))
-    averaged = {}
-    for i, (step, _) in enumerate(points):
-        last = [value for _, value in points[max(0, i + 1 - smooth):i + 1]]
-        averaged[step] = sum(last) / len(last)
-    return averaged
+def styles(names: list[str]) -> dict[str, tuple]:
+    """{name: (colour, line style)}: the method's that the name begins with, else one that is still free."""
+    found: dict[str, tuple] = {}
+    for name in names:
+        key = re.sub(r"\W", "_", name.lower())
+        own = [style for method, style in STYLES.items() if key.startswith(method)]
+        free = [style for style in own + OTHERS if style not in found.values()]
+        found[name] = [*free, *OTHERS][0]
+    return found
 
 
 # ---------------------------------------------- drawing --------------------------------------------------
-def titles_and_metrics(benchmark: str, k: int, only: list[str], logged: set[str]) -> list[tuple[str, str]]:
-    """(title, metric) of every panel, or of those named in `only`, panels or logged metrics.
-
-    Raises UserError naming an unknown one."""
-    known = [*BENCHMARK_PANELS, *PANELS, *sorted(logged - PANELS.keys() - {"step"})]
-    unknown = [name for name in only if name not in known]
-    if unknown:
-        raise UserError(f"--panels names '{unknown[0]}', but must be of {', '.join(known)}.")
-    panels = []
-    for name in only or [*BENCHMARK_PANELS, *PANELS]:
-        if name not in BENCHMARK_PANELS:
-            panels.append((PANELS.get(name, name), name))
-        elif name == "pass@1" or k > 1:
-            panels.append((BENCHMARK_PANELS[name].format(k=k) + f" on {benchmark}",
-                           f"eval/{benchmark}/" + name.replace("@k", f"@{k}")))
-    return panels
-
-
-def values_of(panel: dict[str, list[dict[int, float]]]) -> list[float]:
-    """All that is drawn in a panel."""
-    values = []
-    for seed in itertools.chain(*panel.values()):
-        values += seed.values()
-    return values
-
-
-def one_by_one(curves: list[tuple[str, dict]], names: list[str], behind: str) -> list[tuple[str, dict]]:
-    """Every panel once for each name, beside the one that stands behind all. Raises UserError without it."""
-    if behind not in names:
-        raise UserError(f"--behind is '{behind}', but must be of {', '.join(names)}.")
-    single = []
-    for (title, panel), name in itertools.product(curves, names):
-        if name != behind and name in panel:
-            single.append((f"{name}\n{title}", {n: panel[n] for n in (behind, name) if n in panel}))
-    return single
-
-
-def draw_panel(axis, title: str, panel: dict[str, list[dict[int, float]]], order: list[str],
-               behind: str = "") -> None:
-    """One line per name that the panel has: the mean over its seeds, at the steps that all have."""
-    for i, name in enumerate(order):
-        seeds = panel.get(name, [])
+def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style: dict[str, tuple]) -> None:
+    """A line per name: the mean over its seeds at the steps that all of them have, and their range."""
+    for name, seeds in drawn.items():
         steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
-        if not steps:
-            continue
         columns = []
         for step in steps:
             columns.append([seed[step] for seed in seeds])
-        mean = [sum(column) / len(column) for column in columns]
-        colour, style = COLOURS[i % 8], STYLES[(i + i // 8) % 8]  # 64 pairs
-        if behind:
-            colour, style = ("#888888", "--") if name == behind else (COLOURS[0], "-")
-        axis.plot(steps, mean, color=colour, linestyle=style, label=name, linewidth=1.6,
+        colour, line = style[name]
+        axis.plot(steps, list(map(statistics.fmean, columns)), color=colour, linestyle=line, label=name,
                   marker="." if len(steps) < 10 else None)
-        if len(seeds) > 1:
-            lowest, highest = list(map(min, columns)), list(map(max, columns))
-            axis.fill_between(steps, lowest, highest, color=colour, alpha=0.15, linewidth=0)
-    values = values_of(panel)
-    if min(values) >= 0 and max(values) <= 1 and "entropy" not in title:
-        axis.set_ylim(0, 1.02)
-    axis.set_title(title, fontsize=8 if behind else 10)
+        axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
+    axis.set_title(title.removeprefix("eval/").replace("_", " "), fontsize=10)
     axis.grid(alpha=0.3)
-    axis.tick_params(labelsize=8)
     axis.locator_params(axis="x", integer=True)
 
 
-def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] | None = None,
-         behind: str = "") -> None:
-    """Draw these runs into a file; a panel for each of them, if one is to stand behind all others.
+def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None = None) -> None:
+    """Draw these runs into a file, or anything else that matplotlib writes to.
 
     Raises UserError if there is nothing to draw, OSError if the file cannot be written."""
     import matplotlib
@@ -204,69 +137,33 @@ def plot(folders: list[Path], out: Path, benchmark: str = "", panels: list[str] 
     from matplotlib import pyplot
 
     runs = read_runs(folders)
-    every = list(itertools.chain(*runs.values()))  # lines of each run
-    benchmark, k = choose_benchmark(every, benchmark)
-    logged = set().union(*itertools.chain(*every))
-    curves = []  # (title, {name: one {step: value} per seed})
-    for title, metric in titles_and_metrics(benchmark, k, panels or [], logged):
-        panel: dict[str, list[dict[int, float]]] = {}
-        for name, seeds in runs.items():
-            for lines in seeds:
-                found = series(lines, metric, 1 if metric.startswith("eval/") else max(1, len(lines) // 20))
-                if found:
-                    panel.setdefault(name, []).append(found)
-        flat = metric.endswith("_coverage") and len(set(values_of(panel))) < 2  # TTRL labels every prompt
-        if panel and (panels or not flat):
-            curves.append((title, panel))
-    if not curves:
-        raise UserError("the runs hold none of the metrics to draw; --panels chooses others.")
-    curves = one_by_one(curves, list(runs), behind) if behind else curves
-    columns, width, height = (5, 2, 1.6) if behind else (COLUMNS, 4, 2.7)  # inches
-    rows = math.ceil(len(curves) / columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
-    for axis in axes.flat[len(curves):]:
+    found, style = curves(runs, panels or [], benchmark), styles(list(runs))
+    rows = math.ceil(len(found) / COLUMNS)
+    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4 * COLUMNS, 2.7 * rows), squeeze=False)
+    for axis in axes.flat[len(found):]:
         axis.axis("off")
-    handles = {}
-    for axis, (title, panel) in zip(axes.flat, curves):
-        draw_panel(axis, title, panel, list(runs), behind)
-        for handle, name in zip(*axis.get_legend_handles_labels()):
-            handles.setdefault(name, handle)
-    for axis in axes.flat[max(0, len(curves) - columns):len(curves)]:  # the lowest panel of every column
-        axis.set_xlabel("step", fontsize=9)
-    names = [behind] if behind else [name for name in runs if name in handles]
-    lines = [handles[name] for name in names]
-    figure.legend(lines, names, loc="lower center", ncol=4, fontsize=9, frameon=False)
-    legend_rows = math.ceil(len(names) / 4)
-    figure.tight_layout(rect=(0, min(0.5, legend_rows * 0.3 / (height * rows)), 1, 1))
-    kinds = figure.canvas.get_supported_filetypes()
-    try:
-        if Path(out).suffix.removeprefix(".") not in kinds:
-            raise UserError(f"--out is '{out}', but must end in one of {', '.join(kinds)}.")
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=130)
-    finally:
-        pyplot.close(figure)
+    for axis, (metric, drawn) in zip(axes.flat, found.items()):
+        draw_panel(axis, metric, drawn, style)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncol=4, frameon=False)
+    figure.tight_layout(rect=(0, math.ceil(len(runs) / 4) * 0.1 / rows, 1, 1))
+    figure.savefig(out, dpi=130)
+    pyplot.close(figure)
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.plot", description=__doc__, formatter_class=shape)
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders, each with a metrics.jsonl")
-    parser.add_argument("-o", "--out", type=Path, default=Path("curves.png"))
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("-o", "--out", type=Path, help="default: curves.png in the first run's folder")
     parser.add_argument("--benchmark", default="", help="whose pass@k to draw; default: the first of the run")
     parser.add_argument("--panels", default="", help="draw only these, for example pass@1,pass@k,entropy")
-    parser.add_argument("--behind", default="", help="a panel for every other run, with this one in grey")
     options = parser.parse_args()
-    panels = [name.strip() for name in options.panels.split(",") if name.strip()]
+    out = options.out or options.runs[0] / "curves.png"
     try:
-        plot(options.runs, options.out, options.benchmark, panels, options.behind)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"Error: --out is '{options.out}', which cannot be written: {error.strerror}.", file=sys.stderr)
-        sys.exit(2)
-    print(options.out)
+        plot(options.runs, out, options.benchmark, [name for name in options.panels.split(",") if name])
+    except (UserError, OSError, ValueError) as error:  # ValueError: matplotlib cannot write such a file
+        sys.exit(f"Error: {error}")
+    print(out)
 
 
 if __name__ == "__main__":

@@ -1,224 +1,107 @@
-"""Runs -> one HTML page: curves, the votes of every logged step, problems whose majority flipped.
+"""A run -> one HTML page: its curves, and the votes of its logged steps.
 
     python -m tools.report runs/NAME                     # writes runs/NAME/report.html
-    python -m tools.report runs/a runs/b -o both.html
 
-The page needs no network and opens by a double click. At its address, #run=0&step=20 shows that run's step.
-Whatever a response holds stays text: it reaches the page as JSON, and the page's script sets text only.
+The page needs no network. At its address, #20 shows step 20. Whatever a response holds stays text: the
+template escapes all of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
+import base64
+import io
 import json
 import math
 import sys
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from engine.answers import equivalence_classes
 from engine.base import UserError
-from engine.metrics import mean
-from engine.runfolder import json_object
+from engine.runfolder import read_jsonl
 from tools import plot
 
-# A response on the page is a list in this order: names would be half of the page.
-ROW = "number answer right reward advantage trained entropy tokens finished token_entropy fork text".split()
-SHOWN_STEPS, SHOWN_FLIPS, SHOWN_POINTS = 50, 20, 400
+SHOWN_STEPS = 50
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True,
-                        lstrip_blocks=True, undefined=StrictUndefined, autoescape=select_autoescape(["html"]))
-TEMPLATES.policies["json.dumps_kwargs"] = dict(separators=(",", ":"))
+                        lstrip_blocks=True, undefined=StrictUndefined, autoescape=True)
 
 
-def sentences(template: str, **values) -> list[str]:
-    """The paragraphs of a text template, each in one line."""
-    text = TEMPLATES.get_template(template).render(values)
-    found = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-    return [sentence for sentence in found if sentence]
+def figures(value, digits: int = 2) -> str:
+    """A number with so many digits; a dash for None and whatever else is no finite number."""
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return f"{value:.{digits}f}" if known else "-"
 
 
-@contextlib.contextmanager
-def errors_in_a_sentence(out: Path | None):
-    """Leave with exit code 2 and one sentence on what the user can mend; OSError: `out` cannot be written."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        unwritten = isinstance(error, OSError)
-        sentence = f"{out} cannot be written: {error.strerror}." if unwritten else error
-        print(f"Error: {sentence}", file=sys.stderr)
-        sys.exit(2)
-
-
-# -------------------------------------------------- votes --------------------------------------------------
-def about_run(folder: Path) -> dict:
-    """A run's run.json, {} if there is none."""
-    path = folder / "run.json"
-    return json_object(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
-
-
-def read_samples(folder: Path) -> tuple[list[dict], int]:
-    """(records with votes or questions, number of other lines) of a run's samples.jsonl.
-
-    The others are damaged or of an older version, which logged single responses."""
-    records, lines = [], plot.read_lines(folder, "samples.jsonl")
-    for record in lines:
-        rows = record.get("responses") or record.get("questions")
-        try:
-            alike(rows) if rows is record.get("questions") else majority_of(record)
-            text = all(isinstance(row.get("text", ""), str) for row in rows)
-            whole = text and isinstance(record.get("gold"), str | None)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            whole = False
-        if whole and isinstance(record.get("step"), int):
-            records.append(record)
-    return records, len(lines) - len(records)
+TEMPLATES.filters["figures"] = figures
 
 
 def vote_of(record: dict) -> dict:
-    """What the page shows of one prompt's responses: answer classes, most frequent first, and rows."""
-    responses, gold = record["responses"], record.get("gold")
-    answers = [row.get("answer") for row in responses]
-    gold_class, *classes = record.get("equal") or equivalence_classes([gold, *answers])
-    given = dict.fromkeys(c for c in classes if c is not None)
-    # label and negatives name the script's own classes: EVOL-RL and --labels gold have such
-    class_of = dict(zip([str(row.get("answer_class")) for row in responses], classes))
-    weights = {class_of.get(own): weight for own, weight in (record.get("label") or {}).items()}
-    negatives = [class_of.get(str(own)) for own in record.get("negatives") or []]
+    """A vote of samples.jsonl as the page shows it: answer classes, most frequent first, and their responses.
+
+    `classes` holds, of each class, its answer, its number of votes, the weight of its label (None: no label),
+    and whether it is a negative label or gold; `rows` holds the responses, class by class, with their numbers
+    and whether they are right (None: no gold answer)."""
+    responses, (gold_class, *classes) = record["responses"], record["equal"]
+    # label and negatives name the script's own classes, which are others with --labels gold and in EVOL-RL
+    own = {str(row["answer_class"]): c for row, c in zip(responses, classes)}
+    weights = {own.get(name): weight for name, weight in record["label"].items()}
+    negatives = [own.get(str(name)) for name in record.get("negatives") or []]
     shown, rows = [], []
-    for c in [*sorted(given, key=classes.count, reverse=True), None]:
-        members = [i for i, own in enumerate(classes) if own == c]
+    given = sorted(dict.fromkeys(c for c in classes if c is not None), key=classes.count, reverse=True)
+    for c in [*given, None]:
+        members = [i for i, other in enumerate(classes) if other == c]
         for i in members:
-            rows.append(dict(responses[i], number=i + 1, right=None if gold is None else c == gold_class))
+            right = None if record["gold"] is None else c is not None and c == gold_class
+            rows.append(dict(responses[i], number=i + 1, right=right))
         if c is not None:
-            shown.append(dict(answer=answers[members[0]], votes=len(members), gold=c == gold_class,
-                              weight=weights.get(c), negative=c in negatives,
-                              entropy=mean_entropy(rows[-len(members):])))
-    return dict(question=str(record.get("problem")), gold=gold, n=len(rows), classes=shown, rows=rows,
-                none=classes.count(None), entropy=mean_entropy(responses))
+            answer = responses[members[0]]["answer"]
+            shown.append(dict(answer=answer, votes=len(members), weight=weights.get(c),
+                              negative=c in negatives, gold=c == gold_class))
+    return dict(problem=record["problem"], gold=record["gold"], classes=shown, rows=rows,
+                none=classes.count(None))
 
 
-def mean_entropy(rows: list[dict]) -> float | None:
-    """Nats, None if a response was not scored."""
-    entropies = [row.get("entropy") for row in rows]
-    return None if None in entropies else mean(entropies)
+def steps_of(records: list[dict]) -> list[dict]:
+    """[{step, votes, others}, ...] of at most 50 steps, evenly chosen; others: the records that are no votes.
 
-
-def alike(questions: list[dict]) -> float | None:
-    """Dynamic RL: the share of places at which two questions of a step have the same token, on average.
-
-    From R_dq = 1 / (1 + overlaps with the others); None if fewer than two are known."""
-    known = [row["rewards"][1] for row in questions if row.get("rewards") and row["rewards"][1]]
-    return mean(1 / r - 1 for r in known) / (len(questions) - 1) if len(known) > 1 else None
-
-
-def flips(records: list[dict]) -> list[dict]:
-    """Problems whose majority changed sides between the first and the last time they were logged.
-
-    lost: right, then wrong. locked in: wrong both times, the last time with more votes and at least half of
-    them. freed: wrong, then right. Needs gold answers."""
-    seen: dict[str, list[dict]] = {}
+    A script's own records (`run.log_sample`) are such: {name: value}, as Dynamic RL's questions are."""
+    by_step: dict[int, dict] = {}
     for record in records:
-        if record.get("responses") and record.get("gold") is not None:
-            seen.setdefault(str(record.get("problem")), []).append(record)
-    found = []
-    for question, times in seen.items():
-        before, after = majority_of(times[0]), majority_of(times[-1])
-        if before["right"] != after["right"]:
-            kind = "freed" if after["right"] else "lost"
-        elif not after["right"] and after["share"] > before["share"] and after["share"] >= 0.5:
-            kind = "locked in"
+        entry = by_step.setdefault(record["step"], dict(step=record["step"], votes=[], others=[]))
+        if "equal" in record:
+            entry["votes"].append(vote_of(record))
         else:
-            continue
-        found.append(dict(kind=kind, question=question, before=before, after=after))
-    order = ["locked in", "lost", "freed"]
-    return sorted(found, key=lambda flip: (order.index(flip["kind"]), -flip["after"]["share"]))
+            entry["others"].append({name: value for name, value in record.items() if name != "step"})
+    steps = [by_step[step] for step in sorted(by_step)]
+    return steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1]
 
 
-def majority_of(record: dict) -> dict:
-    """The majority answer of a logged vote, its share of the votes, and whether it is right."""
-    vote = vote_of(record)
-    top = [*vote["classes"], dict(answer=None, votes=0, gold=False)][0]
-    return dict(step=record["step"], answer=top["answer"], share=top["votes"] / vote["n"], right=top["gold"])
-
-
-# --------------------------------------------------- page --------------------------------------------------
-def describe_run(folder: Path) -> dict:
-    """All that the page shows of a run. Raises UserError if the folder holds none."""
-    files = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
-    if not any(path.is_file() for path in files):
-        raise UserError(f"'{folder}' holds no run: it has no run.json; give the folder of a run.")
-    about = about_run(folder)
-    script, args = str(about.get("script", "")), about.get("args") or {}
-    metrics, (records, others) = plot.read_metrics(folder), read_samples(folder)
-    logged = sorted({record["step"] for record in records})
-    flipped = flips(records)[:SHOWN_FLIPS]
-    wanted = {*logged[::math.ceil(len(logged) / SHOWN_STEPS) or 1], *logged[-1:]}
-    for flip in flipped:
-        wanted |= {flip["before"]["step"], flip["after"]["step"]}
-    steps = [step_of(step, records, script, args) for step in sorted(wanted)]
-    shown = dict(name=folder.resolve().name, script=script, flips=flipped, steps=steps)
-    return dict(shown=shown, script=script, args=args, metrics=metrics, logged=len(logged), others=others,
-                finished=(folder / "final").is_dir())
-
-
-def step_of(step: int, records: list[dict], script: str, args: dict) -> dict:
-    """The votes and, of Dynamic RL, the questions that were logged at this step."""
-    votes, questions = [], []
-    for record in [record for record in records if record["step"] == step]:
-        questions += record.get("questions") or []
-        if record.get("responses"):
-            vote = vote_of(record)
-            said = " ".join(sentences("verdict.txt", vote=vote, script=script, args=args))
-            rows = []
-            for row in vote["rows"]:
-                rows.append([row.get(name) for name in ROW])
-            votes.append(dict(vote, verdict=said, rows=rows, strip=script == "evol_rl"))
-    return dict(step=step, votes=votes, questions=questions, alike=alike(questions))
-
-
-def curves(runs: list[dict]) -> list[dict]:
-    """[{title, points of every run: [[step, value], ...]}], those of tools/plot that have any."""
-    benchmark, k = plot.choose_benchmark([run["metrics"] for run in runs])
-    panels = []
-    for title, metric in [("reward", "reward"), *plot.titles_and_metrics(benchmark, k, [], set())]:
-        lines = []
-        for run in runs:
-            found = plot.series(run["metrics"], metric)
-            points = [[step, float(f"{value:.5g}")] for step, value in found.items()]
-            lines.append(points[::math.ceil(len(points) / SHOWN_POINTS) or 1])
-        drawn = [points for points in lines if len(points) > 1]
-        # RESTRAIN's rewards sum to 0 where no prompt is penalised: nothing to see then
-        if any(abs(value) > 1e-6 for _, value in itertools.chain(*drawn)):
-            panels.append(dict(title=title, metric=metric, lines=lines))
-    return panels
-
-
-def write_report(folders: list[Path], out: Path) -> None:
-    """One page of these runs. Raises UserError if one is none, OSError if the file cannot be written."""
-    def no_number(name: str) -> None:
-        """NaN and infinity become null: a browser's JSON has neither."""
-
-    runs = [describe_run(Path(folder)) for folder in folders]
-    data = dict(panels=curves(runs), row=ROW, runs=[run["shown"] for run in runs])
-    text = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")  # lone surrogates crash browsers
-    data = json.loads(text, parse_constant=no_number)
-    html = TEMPLATES.get_template("report.html").render(runs=runs, colours=plot.COLOURS, data=data)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, encoding="utf-8", errors="replace")
+def write_report(folder: Path, out: Path) -> None:
+    """Write a run's page. Raises UserError if the folder holds no run, OSError if `out` cannot be written."""
+    picture = io.BytesIO()
+    plot.plot([folder], picture)
+    record = folder / "run.json"
+    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    records = read_jsonl(folder / "samples.jsonl")
+    html = TEMPLATES.get_template("report.html").render(
+        name=folder.resolve().name, script=about.get("script", ""), args=about.get("args", {}),
+        logged=len({line["step"] for line in records}), steps=steps_of(records),
+        curves=base64.b64encode(picture.getvalue()).decode())
+    out.write_text(html, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=shape)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("-o", "--out", type=Path, help="default: report.html in the first run's folder")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("-o", "--out", type=Path, help="default: report.html in the run's folder")
     options = parser.parse_args()
-    out = options.out or options.runs[0] / "report.html"
-    with errors_in_a_sentence(out):
-        write_report(options.runs, out)
+    out = options.out or options.run / "report.html"
+    try:
+        write_report(options.run, out)
+    except (UserError, OSError) as error:
+        sys.exit(f"Error: {error}")
     print(out)
 
 

@@ -1,17 +1,21 @@
 """evaluate.py: a checkpoint as well as a final model, and the guide's command as it is printed."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run_toy
+from conftest import ROOT, SCRIPTS, run_toy
+from test_docs import commands_of, understand
 
 import common
 import evaluate
 import ttrl
+from engine.options import parse
 
+SETTINGS = "eval_samples eval_temperature eval_top_p eval_top_k max_new_tokens prompt".split()
 FEW = dict(preset="toy", samples=4, max_new_tokens=48, save_generations=True)
 
 
@@ -59,3 +63,29 @@ def test_the_guides_command_runs_as_printed(run, tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "pass@1" in done.stdout and "hf sampler" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(script):
+    """Those of docs/recipes without a prompt file, and the script without a flag."""
+    settings = []
+    for row in commands_of(ROOT / f"docs/recipes/{script}.md")[1]:
+        run = understand(row.command) if row.command else None
+        if run and run.name == script and not run.args.prompt.endswith(".txt"):
+            settings.append(evaluation_of(run.args))
+    preset = tuple(evaluate.PRESETS[script][name.removeprefix("eval_")] for name in SETTINGS)
+    assert preset == max(settings, key=settings.count)
+    assert preset == evaluation_of(importlib.import_module(script).Args())
+
+
+def evaluation_of(args) -> tuple:
+    return tuple(getattr(args, name) for name in SETTINGS)
+
+
+def test_an_unknown_preset_is_named_with_those_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--preset", "nonsense"])
+    with pytest.raises(SystemExit) as exit:
+        parse(evaluate.Args, evaluate.TOY)
+    printed = " ".join(re.sub(r"[^\x20-\x7e]", " ", capsys.readouterr().err).split())
+    assert exit.value.code == 2 and "invalid choice 'nonsense' for argument '--preset'" in printed
+    assert all(f"'{name}'" in printed for name in evaluate.PRESETS)

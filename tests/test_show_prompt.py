@@ -1,0 +1,69 @@
+"""--show_prompt shows what is sent, with the system turn that a chat template puts in by itself."""
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import toy_args
+
+import common
+from engine.data import SUFFIX, SYSTEM, load_problems
+
+# Qwen2.5's template, in short: where no system turn is given it inserts one of its own
+INSERTED = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+QWEN = f"""\
+{{%- if messages[0].role != 'system' %}}{{{{ '<|im_start|>system\\n{INSERTED}<|im_end|>\\n' }}}}{{% endif %}}
+{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + '\\n' + m.content }}}}<|im_end|>
+{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+SYSTEM_TURN = "<|im_start|>system\n{}<|im_end|>\n"
+USER_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def shown(script: str, capsys, **flags) -> dict[str, str]:
+    """{title: text} of what --show_prompt prints; the script exits with code 0 and has written nothing."""
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit) as exit:
+        module.main(toy_args(module, show_prompt=True, **flags))
+    assert not exit.value.code
+    printed = capsys.readouterr().out.split("--- ")[1:]
+    found = {}
+    for part in printed:
+        title, _, text = part.partition("\n")
+        found[re.sub(r": \d+ tokens$", "", title)] = text.removesuffix("\n")
+    return found
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """A folder with the toy's config and tokenizer, a template that inserts a system turn, and no weights."""
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(common.TOY_MODEL) / name, tmp_path / name)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=QWEN)))
+    return str(tmp_path)
+
+
+def test_show_prompt_on_the_toy(capsys):
+    question = load_problems("toy", quiet=True)[0].question
+    assert shown("ttrl", capsys) == {"first problem of --dataset": USER_TURN.format(question)}
+    own = {"z_0": USER_TURN.format("Write a problem.")}
+    assert shown("dynamic_rl", capsys) == own
+    benchmark = {"first problem of toy": USER_TURN.format(question)}
+    assert shown("dynamic_rl", capsys, eval="toy") == benchmark | own
+
+
+def test_show_prompt_shows_the_system_turn_that_a_template_inserts(qwen, capsys):
+    question = load_problems("toy", quiet=True)[0].question
+    room = dict(model=qwen, max_prompt_tokens=256)
+    z_0 = SYSTEM_TURN.format(INSERTED) + USER_TURN.format("Write a problem.")
+    first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
+             "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}
+    for prompt in ("system", "suffix"):
+        expected = {"first problem of toy": first[prompt], "z_0": z_0}
+        assert shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room) == expected
+        assert shown("ttrl", capsys, prompt=prompt, **room) == {"first problem of --dataset": first[prompt]}
+    assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0": "Write a problem.\n\n"}

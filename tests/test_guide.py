@@ -35,9 +35,11 @@ def applied(diff: str, text: str) -> str:
 
 
 def printed(line: str, folder) -> dict[str, list]:
-    """What a command of the guide prints, {"name": its values}; under Check how a response goes on."""
+    """What a command of the guide prints, {"name": its values}; and texts."""
     done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
-    found = defaultdict(list, Check=re.findall("Check: .*", done.stdout))
+    found = defaultdict(list)
+    for words in ("Check: .*", "Think twice"):
+        found[words.partition(":")[0]] = re.findall(words, done.stdout)
     for name, value in re.findall(r'"(\w+)":([-\d.e]+)', done.stdout):
         found[name].append(float(value))
     return found
@@ -59,6 +61,10 @@ def turns(found):
     return found["Check"] and max(found["logp_diff_max"]) < 1e-3
 
 
+def twice(found):
+    return bool(found["Think twice"])
+
+
 def weighted(found):
     return set(found["zero_variance"]) == {1}
 
@@ -72,7 +78,7 @@ def unclear(found):
     return len(counts) == 4 and counts == sorted(counts) and counts[3] > counts[1]
 
 
-WORKS = [brief, margin, sure, turns, weighted, words, unclear]  # "It works if", in the order of the page
+WORKS = [brief, margin, sure, turns, twice, weighted, words, unclear]  # "It works if", in the order of the page
 
 
 @pytest.fixture(scope="module")

@@ -133,9 +133,11 @@ def test_rewards_of_one_class_are_its_share():
 def test_ablations_of_table_3():
     assert one_each(scrl_rewards(CLASSES, ENTROPIES, hard=True)) == [1, 0, -1, 0, -1]
     # No gate: 3, too, is negative, (0.0625 - 0.125) + 0.01625 = -0.04625
-    assert one_each(scrl_rewards(CLASSES, ENTROPIES, entropy_gate=False))[3] == pytest.approx(-0.04625)
+    labels = pseudo_labels(CLASSES, ENTROPIES, entropy_gate=False)
+    assert one_each(scrl_rewards(CLASSES, ENTROPIES, labels=labels))[3] == pytest.approx(-0.04625)
     # No negatives: 2 has the entropy term only, -0.1 (1.2 - 0.3625)
-    assert one_each(scrl_rewards(CLASSES, ENTROPIES, negatives=False))[2] == pytest.approx(-0.08375)
+    labels = pseudo_labels(CLASSES, ENTROPIES, negatives=False)
+    assert one_each(scrl_rewards(CLASSES, ENTROPIES, labels=labels))[2] == pytest.approx(-0.08375)
     # No selection: a tie of 1/4 each goes to the answer seen first
     tie, entropies = [5, 3, 5, 3, 0, 0, 1, 2], [0.0] * 8
     assert pseudo_labels(tie, entropies, negatives=False) == (None, set())
@@ -171,14 +173,14 @@ def test_advantage_of_a_positive_response(positives):
        st.sampled_from([0.0, 0.125, 0.375]), st.booleans())
 def test_properties_of_any_votes(votes, tau_neg, gate):
     classes, entropies = [c for c, _ in votes], [entropy for _, entropy in votes]
-    positive, negatives = pseudo_labels(classes, entropies, tau_neg=tau_neg, entropy_gate=gate)
+    positive, negatives = labels = pseudo_labels(classes, entropies, tau_neg=tau_neg, entropy_gate=gate)
     assert None not in negatives and positive not in negatives
     assert positive is None or classes.count(positive) / len(classes) >= 0.375
     assert all(classes.count(c) / len(classes) < tau_neg for c in negatives)
-    hard = scrl_rewards(classes, entropies, tau_neg=tau_neg, entropy_gate=gate, hard=True).tolist()
+    hard = scrl_rewards(classes, entropies, tau_neg=tau_neg, labels=labels, hard=True).tolist()
     signs = [1.0 if c == positive else -1.0 if c in negatives else 0.0 for c in classes]
     assert hard == [-1.0 if c is None else sign for c, sign in zip(classes, signs)]
-    without = scrl_rewards(classes, entropies, tau_neg=tau_neg, entropy_gate=gate, lambda_h=0.0).tolist()
+    without = scrl_rewards(classes, entropies, tau_neg=tau_neg, labels=labels, lambda_h=0.0).tolist()
     assert all(reward * sign >= 0 for reward, sign, c in zip(without, signs, classes) if c is not None)
 
 

@@ -69,7 +69,7 @@ def test_equal_seeds_give_equal_runs_and_the_saved_model_scores_the_same(tmp_pat
 
 def test_learning_and_that_the_test_can_fail(tmp_path, monkeypatch):
     """Gold-rewarded GRPO raises pass@1 well above the start; with the reward's sign turned it falls below."""
-    options = dict(steps=4, lr=1e-3, prompts_per_batch=16, votes=16, train_samples=16, num_minibatches=4,
+    options = dict(steps=6, lr=1e-3, prompts_per_batch=16, votes=16, train_samples=16, num_minibatches=4,
                    max_new_tokens=128, labels="gold", eval="train", eval_samples=4, eval_every=0)
     lines = run_toy(ttrl, tmp_path / "right", **options)
     start, end = lines[0]["eval/train/pass@1"], lines[-1]["eval/train/pass@1"]

@@ -36,7 +36,6 @@ from engine.hf_sampler import HFSampler
 from engine.metrics import by_majority, counts, grade, majority, mean, pass_at_k, summary  # noqa: F401
 from engine.options import Between, Count, CountOrZero, Finite, NonNegative, NonNegativeOrInf  # noqa: F401
 from engine.options import Positive, PositiveShare, Seed, Share, launch, out_of_range  # noqa: F401
-from engine.plain import PlainSampler
 from engine.policy import Policy, Request, Rollout, load_model, twin
 from engine.run import Plumbing, check_answer, check_trained
 from engine.setup import engine_errors, has_vllm, vllm_options, weights_digest
@@ -315,8 +314,7 @@ class Run(Plumbing):
         if self.engine == "vllm":
             self.say("Starting vLLM (on a GPU it compiles for minutes) ...")
             return VLLMSampler(args, self.model_path, self.stop_ids, self.device, self.dtype, self.trains)
-        kind = PlainSampler if args.plain else HFSampler
-        return kind(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
+        return HFSampler(self.model_path, self.stop_ids, self.device, self.dtype, args.trust_remote_code)
 
     # -- the loop's verbs ------------------------------------------------------------------------------------
     def next_prompts(self, batch: int | None = None) -> list[Problem]:
@@ -354,7 +352,6 @@ class Run(Plumbing):
         if not work:
             return []
         groups = self.sampler.generate([request for _, request in work], temperature, **options)
-        self.measure("sampling")
         if any(response.logprobs.isnan().any() for group in groups for response in group):
             raise UserError(f"--model is '{self.model_path}', but tokens have the probability NaN: it or the "
                             "checkpoint holds NaN or infinite weights, or a temperature is next to 0.")

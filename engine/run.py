@@ -16,17 +16,13 @@ from functools import partial
 import torch
 
 from engine import checkpoint
-from engine.base import UserError, gather, gib_taken, same_on_all_ranks
-from engine.data import Problem, encode_prompt, known_size, load_problems, show_prompt
+from engine.base import UserError, gather, same_on_all_ranks
+from engine.data import Problem, encode_prompt, load_problems, show_prompt
 from engine.metrics import mean, step_metrics
 from engine.runfolder import RunFolder
-from engine.plan import GIB, OVERHEAD, check_host, cpu_sentence, embedder_of, machine, plan_from_args
+from engine.plan import GIB, check_plan, checkpoint_bytes, plan, shape_of
 from engine.policy import Rollout
 from engine.setup import has_vllm, identity, read_config, read_tokenizer, start_processes
-from engine.sizes import checkpoint_bytes, shape_of
-
-
-MEASURED = dict(score="scoring", update="update", embed="embedding")  # phases of a step: those of the plan
 
 
 # ------------------------------------------ what scripts hand over -----------------------------------------
@@ -118,48 +114,34 @@ class Plumbing:
         self.say, self.out = self.folder.say, self.folder.path
         self.say(f"{model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
-        if self.plan and self.engine == "vllm":
-            self.say("\n".join(self.plan.times()))
-        threads = torch.get_num_threads() * self.world_size
-        if train and self.device.type == "cpu" and (sentence := cpu_sentence(args, self.config, threads)):
-            self.say(sentence)
         self.first_step, self.stop_signal, self.bad_steps, self.told = 1, 0, 0, False
         self.begin_step(0)
 
     def _print_plan(self) -> None:
         """--plan: the table, from the config alone, and exit: code 0 if it fits, else 1."""
-        args, problems = self.args, 0
-        for name in [self.args.dataset] if self.trains else self.args.eval.split(","):
-            problems += known_size(name.strip(), args.question_field, args.answer_field)
-        plan = plan_from_args(args, self.config, *machine(args), self.trains, problems,
-                              embedding=embedder_of(args))
+        made = plan(self.args, self.config, self.trains)
         if int(os.environ.get("RANK", 0)) == 0:
-            print(plan.table(), flush=True)
-        sys.exit(0 if plan.fits else 1)
+            print(made.table(), flush=True)
+        sys.exit(1 if made.misfit() else 0)
 
     def _check_plan(self) -> None:
         """Before weights are loaded on a GPU: raises UserError if they would not fit, with what would.
 
         Sets --micro_tokens if the plan is to choose it."""
-        args, self.plan = self.args, None
+        args = self.args
         if args.offload != "none" and self.device.type == "cpu":
             raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
-        if self.trains and self.device.type == "cpu":
-            check_host(args, self.config)
         if self.device.type == "cuda":
-            problems = len(self.problems) if self.trains else sum(map(len, self.benchmarks.values()))
-            self.plan = plan_from_args(args, self.config, *machine(args), self.trains, problems, self.engine,
-                                       embedder_of(args))
-            self.plan.check()
-        args.micro_tokens = self.plan.options.micro_tokens if self.plan else args.micro_tokens or 16384
+            args.micro_tokens = check_plan(args, self.config, self.trains)
+        args.micro_tokens = args.micro_tokens or 16384
 
     def _disk_bytes(self) -> int:
         """What the run writes at most: --keep checkpoints, one more while it is written, the final model."""
         if not self.trains:
             return 0
         checkpoints = self.args.keep + 1 if self.args.checkpoint_every else 0
-        shape = shape_of(self.config)
-        return checkpoints * checkpoint_bytes(shape) + self.dtype.itemsize * shape.weights
+        final = self.dtype.itemsize * shape_of(self.config).weights
+        return checkpoints * checkpoint_bytes(self.config) + final
 
     def _load_data(self) -> None:
         args = self.args
@@ -249,9 +231,9 @@ class Plumbing:
         self.step, self.began, self.seconds, self.running = step, time.monotonic(), {}, None
         self.sampled = set()  # ids of the prompts that were sampled in this step
         self.groups, self.trained, self.updates, self.sums, self.skipped = [], [], [], {}, 0
-        self.logp_diff, self.tokens, self.measured = {}, Counter(), {}
+        self.logp_diff, self.tokens = {}, Counter()
         if step:
-            self.policy.synced, self.policy.sync_peak = 0, 0.0
+            self.policy.synced = 0
 
     def phase(self, name: str | None) -> None:
         """The time from here to the next call is logged as seconds/name."""
@@ -261,16 +243,9 @@ class Plumbing:
         if self.running:
             last, since = self.running
             self.seconds[last] = self.seconds.get(last, 0.0) + now - since
-            if last in MEASURED:
-                self.measure(MEASURED[last])
             if last == "embed" and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # else the next phase would be measured with the embedder
         self.running = (name, now) if name else None
-
-    def measure(self, phase: str) -> None:
-        """Log what is taken of the GPU at the end of a phase of the plan; torch keeps what it once took."""
-        if self.device.type == "cuda":
-            self.measured[phase] = max(gib_taken(), self.measured.get(phase, 0.0))
 
     def finish(self) -> None:
         """Final model, the first and last evaluation side by side, where the time went, curves."""
@@ -354,12 +329,6 @@ class Plumbing:
         for name, count in self.tokens.items():
             metrics[f"tokens_per_second/{name}"] = count / max(self.seconds.get(name, 0.0), 1e-9)
         metrics["sync_gib"] = self.policy.synced / GIB
-        if self.policy.sync_peak:
-            self.measured["sync"] = self.policy.sync_peak
-        for phase, taken in self.measured.items():
-            metrics[f"measured_gib/{phase}"] = taken
-            if self.plan and phase in self.plan.peaks:
-                metrics[f"planned_gib/{phase}"] = (self.plan.peaks[phase] + OVERHEAD) / GIB
         if self.device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()

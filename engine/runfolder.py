@@ -16,7 +16,7 @@ from engine import checkpoint
 from engine.base import UserError, gather, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import bytes_on_disk, describe
-from engine.sizes import GIB
+from engine.plan import GIB
 
 
 class RunFolder:

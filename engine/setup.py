@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from engine.base import UserError, first_line
 from engine.data import uses_chat_template
 from engine.options import script_name
-from engine.sizes import MOST_SEQUENCES, shape_of
+from engine.plan import MOST_SEQUENCES, shape_of
 
 
 def has_vllm() -> bool:

@@ -81,12 +81,6 @@ def sharded(items: list, work, per_engine: int = 1) -> list:
     return [parts[i % engines][i // engines] for i in range(len(items))]
 
 
-def gib_taken() -> float:
-    """Memory of this process's GPU that is in use, by whatever."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2 ** 30
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write beside the file, sync, rename: a reader sees the old text or the new one, also after a crash."""
     partial = path.with_name(path.name + ".partial")

@@ -185,4 +185,3 @@ def check_plan(args, config, train: bool = True) -> int:
     if made.misfit():
         raise UserError(f"{made.verdict()} --plan shows the memory of every phase.")
     return made.micro_tokens
-

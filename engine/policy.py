@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import shutil
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from engine import fast
-from engine.base import UserError, distributed, first_line, gather, gib_taken, rank_and_ranks, say_once
-from engine.base import write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
+from engine.setup import check_weights
 
-IN_FLIGHT = 2 ** 26  # bytes of weights that are being gathered while others are taken
+PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
+# A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
+OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 # ----------------------------------------------------- rollouts --------------------------------------------
@@ -155,18 +155,10 @@ class MicroBatch:
             return None
         return torch.cat(tensors).float().to(self.device)
 
-
-def ahead(pairs, most: int):
-    """The same (name, tensor) pairs; each is given when more than `most` bytes of later ones have begun."""
-    waiting, size = deque(), 0
-    for name, tensor in pairs:
-        waiting.append((name, tensor))
-        size += tensor.nbytes
-        while size > most:
-            name, tensor = waiting.popleft()
-            size -= tensor.nbytes
-            yield name, tensor
-    yield from waiting
+    def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
+        """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
+        parts = (values_T * self.mask_T / self.length_T).split(self.sizes)
+        return torch.cat([part.sum().expand(len(part)) for part in parts])
 
 
 # ------------------------------------------------------ plain path ------------------------------------------
@@ -216,13 +208,12 @@ class Policy:
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.max_length = max_length
         self.rank, self.ranks = rank_and_ranks()
-        self.synced, self.sync_peak = 0, 0.0  # bytes sent to the sampler, GiB taken then; the log resets them
-        self.packed = not plain and can_pack(model, max_length, trust_remote_code)
-        if not plain and not self.packed and trainable and self.rank == 0:
-            print(f"The architecture of {model} cannot be packed: micro-batches are padded rows.", flush=True)
+        self.synced = 0  # bytes sent to the sampler; the log resets them
         self.model = loaded or load_model(model, trust_remote_code)
+        if not plain:
+            check_head(self.model)
+        self.packed = not plain and can_pack(self.model.config, max_length)
         self.model.set_attn_implementation("packed" if self.packed else "sdpa")
-        self.varlen = self.packed and self._has_varlen()
         turn_off_dropout(self.model)
         if trainable and gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -257,15 +248,6 @@ class Policy:
         if any(parameter.dtype != stored for parameter in self.parameters()):
             self.head._apply(cast)  # FSDP takes note of it
 
-    def _has_varlen(self) -> bool:
-        """Whether attention needs no padded rows: on a GPU, in 16 bits, if torch's kernel proves right."""
-        if self.device.type == "cpu" or self.dtype == torch.float32:
-            return False
-        works = fast.varlen_works(self.model.config.get_text_config(), self.device, self.dtype)
-        if not works and self.trainable and self.rank == 0:
-            print("torch's variable-length attention does not work here: attention pads rows.", flush=True)
-        return works
-
     def parameters(self):
         return self.model.parameters()
 
@@ -273,10 +255,8 @@ class Policy:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
         Of logits / temperature: the distribution that was sampled from. Behind them statistics, see score."""
-        pack = fast.pack_split if self.device.type == "cpu" else fast.pack
-        pack = fast.pack_varlen if self.varlen else pack
-        inputs, predict_from = (pack if self.packed else pad_right)(micro.rollouts)
-        inputs = fast.on_device(inputs, self.device)
+        inputs, predict_from = (fast.pack if self.packed else pad_right)(micro.rollouts)
+        inputs = {name: x.to(self.device) for name, x in inputs.items()}
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
         return self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
 
@@ -334,27 +314,13 @@ class Policy:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def named_tensors(self, dtype):
-        """(name, full tensor of this type) of every parameter, a tied one once.
-
-        A collective: the tensors are gathered from the ranks, the next few while one is taken."""
-        for name, tensor in ahead(self._gathering(dtype), IN_FLIGHT):
-            tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
-            self.synced += tensor.nbytes
-            if self.device.type == "cuda":  # vLLM's KV cache sleeps until all have been sent
-                self.sync_peak = max(self.sync_peak, gib_taken())
-            yield name, tensor
-
-    def _gathering(self, dtype):
-        """named_tensors' pairs; a sharded tensor is on its way when it is given. Not on CPUs: with many
-        gathers of gloo at once a rank aborted in 1 of some 300 syncs."""
-        on_its_way = self.device.type == "cuda"
+        """(name, full tensor of this type) of every parameter, a tied one once. A collective: the ranks give
+        each other their shards, after the cast."""
         for name, parameter in self.model.named_parameters():
-            # cast first: the ranks send each other the smaller type
             tensor = parameter.detach().to(self.device, dtype)
-            if isinstance(tensor, DTensor):
-                yield name, tensor.redistribute(placements=[Replicate()], async_op=on_its_way).to_local()
-            else:
-                yield name, tensor.clone()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            self.synced += tensor.nbytes
+            yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:
         """Hugging Face format, in the compute type, loadable by from_pretrained; written to one side and
@@ -371,6 +337,7 @@ class Policy:
                 state[name] = buffer.cpu()
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
+        self.model.generation_config.do_sample = True  # else transformers refuses to save its temperature
         self.model.save_pretrained(partial, state_dict=state)
         config = json.loads((partial / "config.json").read_text())
         config["dtype"] = str(self.dtype).removeprefix("torch.")  # transformers names that of the masters
@@ -382,8 +349,7 @@ class Policy:
 
 # ------------------------------------------------------- loading --------------------------------------------
 def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
-    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing, NaN or
-    infinite (each rank looks at a share of them), or if the config calls an output layer tied that is not."""
+    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
@@ -391,28 +357,12 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None
+    check_weights(path)  # once more: they may have come from the Hub only now
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
-    rank, ranks = rank_and_ranks()
-    bad = []
-    for name, parameter in list(model.named_parameters())[rank::ranks]:
-        bad += [] if all(end.isfinite() for end in parameter.detach().aminmax()) else [name]
-    if bad := sum(gather(bad), []):
-        raise UserError(f"--model is '{path}', but {bad[0]} holds NaN or infinite values.")
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.get_text_config().tie_word_embeddings and head.weight is not embeddings.weight:
-        raise UserError(f"--model is '{path}', whose config ties the output layer to the embeddings, but its "
-                        "weights hold another output layer; mend tie_word_embeddings in config.json.")
-    if unused := sorted(info["unexpected_keys"]):
-        say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
-                 f"among them {', '.join(unused[:3])}; they are left out.")
-    try:
-        model.generation_config.validate(strict=True)
-    except Exception:  # it would not be written, so neither would the trained model
-        model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
 
 
@@ -439,50 +389,17 @@ def turn_off_dropout(model) -> None:
                 setattr(module, name, 0.0)
 
 
-@functools.cache
-@torch.no_grad()
-def can_pack(path: str, max_length: int, trust_remote_code: bool = False) -> bool:
-    """Whether packed rows and our head give this architecture's own log-probs; tried on a small copy of it.
-
-    Not packed: a sliding window shorter than max_length, recurrence, a forward that takes no further
-    arguments. Raises UserError if padded rows do not give them either (some models scale or cap logits)."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+def can_pack(config, max_length: int) -> bool:
+    """Whether engine/fast.py packs the rows of this model; else micro-batches are padded rows."""
     text = config.get_text_config()
-    text.vocab_size, text.num_hidden_layers = min(text.vocab_size, 64), 2
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1] + text.layer_types[-1:]
     window = getattr(text, "sliding_window", None) or math.inf
-    whole = {"full_attention", "sliding_attention" if window >= max_length else ""}
-    kinds = {*(getattr(text, "layer_types", None) or ["sliding_attention"])}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).float().eval()
-    turn_off_dropout(model)
-    # random logits are so small that a cap on them would not show
-    model.get_output_embeddings().weight.mul_(50)
-    a, b = (Rollout([5, 6, 7], ids, torch.zeros(0), True) for ids in ([8, 9, 10], [11, 12, 13, 14]))
-    expected = []
-    for r in (a, b):  # one at a time, through the model's own forward
-        ids = torch.tensor([r.prompt_ids + r.response_ids])
-        logp = model(input_ids=ids).logits[0, 2:-1].float().log_softmax(-1)
-        expected.append(logp.gather(-1, ids[0, 3:, None]).squeeze(-1))
-    targets = torch.tensor(a.response_ids + b.response_ids)
+    return text.model_type in PACKED and max_length <= window
 
-    def agrees(rows) -> bool:
-        inputs, predict_from = rows([a, b])
-        logp, _ = fast.FastHead(model)(inputs, predict_from, targets, 1.0)
-        return torch.allclose(logp, torch.cat(expected), atol=1e-3, equal_nan=True)
 
-    if kinds <= whole and model._supports_sdpa:
-        model.set_attn_implementation("packed")
-        try:
-            if agrees(fast.pack_split):
-                return True
-        except TypeError:  # a forward that takes no further arguments
-            pass
-        model.set_attn_implementation("sdpa")
-    if not agrees(pad_right):
-        raise UserError(f"the architecture {config.model_type} does not compute its logits as head(hidden "
-                        "states), which engine/fast.py relies on; give --plain.")
-    return False
+def check_head(model) -> None:
+    """Raises UserError if the model's logits are not its head's weight times its hidden states."""
+    text = model.config.get_text_config()
+    scales = [getattr(text, name, None) for name in OTHER_LOGITS]
+    if model.get_output_embeddings().bias is not None or any(scale not in (None, 1) for scale in scales):
+        raise UserError(f"the architecture {text.model_type} scales, caps or shifts its logits, which "
+                        "engine/fast.py does not; give --plain.")

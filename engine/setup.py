@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from engine.base import UserError, first_line, rank_from_environment
 from engine.data import Problem, encode_prompt, load_problems, show_prompt, uses_chat_template
 from engine.options import script_name
-
-MOST_SEQUENCES = 256  # that one vLLM engine decodes at once; the plan has room for so many
+from engine.plan import MOST_SEQUENCES
 
 
 # ------------------------------------------------------- vLLM -----------------------------------------------

@@ -26,7 +26,6 @@ import pytest
 import torch
 
 import common
-import engine.policy
 from engine import options
 from engine.policy import Policy, Rollout
 
@@ -38,12 +37,6 @@ SMALL = dict(steps=2, votes=8, train_samples=8, prompts_per_batch=4, max_new_tok
 SMALL_OF = dict(restrain=dict(kappa=2), ettrl=dict(trunks=2))  # what else is sized by the number of responses
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.diff"))
 TIMED = ("seconds/", "tokens_per_second/")
-
-
-@pytest.fixture(autouse=True)
-def other_models_in_the_same_folder():
-    """A folder that a passed test left is deleted, and the next test may put another model there."""
-    engine.policy.can_pack.cache_clear()
 
 
 # ------------------------------------------------- forks ---------------------------------------------------

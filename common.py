@@ -245,12 +245,13 @@ class VLLMSampler:
             self.llm.sleep(level=2)
             self.asleep = True
 
-    def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0,
-                 top_k: int = 0) -> list[list[Rollout]]:
-        """Responses per request, in one engine call. Temperature 0 is greedy."""
+    def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0, top_k: int = 0,
+                 stop: list[str] = (), decode=None) -> list[list[Rollout]]:
+        """Responses per request, in one engine call. Temperature 0 is greedy. stop: texts that end one."""
         from vllm import SamplingParams
         shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
-                      flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=False)
+                      flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=bool(stop),
+                      stop=list(stop), include_stop_str_in_output=bool(stop))
         params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **shared) for r in requests]
         prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
         groups = []

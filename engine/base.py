@@ -7,7 +7,6 @@ import hashlib
 import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 

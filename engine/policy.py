@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from engine import fast
 from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
-from engine.setup import check_weights
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
 # A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
@@ -357,7 +356,6 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None
-    check_weights(path)  # once more: they may have come from the Hub only now
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "

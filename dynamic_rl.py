@@ -53,8 +53,6 @@ Solution: <step-by-step solution here>"""
 
 @dataclass
 class Args(common.Args):
-    labels: Literal["majority", "gold"] = "majority"
-    """gold: the data set's answers (semi-dynamic RL of Table 1), needs --dataset. majority: the model's."""
     dataset: str = ""
     """Empty: Dynamic RL, own questions. Given, with --labels gold: semi-dynamic RL on these problems."""
     question_prompt: str = Z_0

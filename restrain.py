@@ -176,18 +176,10 @@ def label_sigma(args: Args) -> float:
 def prompt_weights(run, args: Args) -> dict[int, float]:
     """u of every problem, from as many responses of the initial model as will vote later (Eq. 5).
 
-    Empty unless --prompt_weighting is offline."""
+    Empty with --prompt_weighting online: then u comes from each step's own votes."""
     votes = initial_votes(run) if args.prompt_weighting == "offline" else {}
-    return {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
-
-
-def loss_factor(problem: int, classes: list[int | None], weight_of: dict[int, float], args: Args) -> float:
-    """u, the factor of a prompt's loss: from the initial model's votes (Eq. 5), from these votes, or 1."""
-    if args.prompt_weighting == "none":
-        return 1.0
-    if args.prompt_weighting == "online":
-        return prompt_weight(majority_count(classes), args.votes, args.prompt_sigma)
-    return weight_of[problem]
+    ones = dict.fromkeys((p.id for p in run.problems), 1.0) if args.prompt_weighting == "none" else {}
+    return ones | {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
 
 
 # -------------------------------------------------- the loop ------------------------------------------------
@@ -218,10 +210,10 @@ def main(args: Args) -> None:
             classes_N = common.answer_classes(prompt, responses, args.labels)
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            penalised = majority_count(classes_N) < args.kappa
-            label = None if penalised else weighted_labels(classes_N, label_sigma(args))
+            count = majority_count(classes_N)
+            label = weighted_labels(classes_N, label_sigma(args)) if count >= args.kappa else None
             run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label=label)
-            u = loss_factor(prompt.id, classes_N, weight_of, args)
+            u = weight_of[prompt.id] if weight_of else prompt_weight(count, args.votes, args.prompt_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
                 responses[i].weight = u

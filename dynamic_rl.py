@@ -31,7 +31,6 @@ import bisect
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch

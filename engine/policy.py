@@ -361,6 +361,9 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
+    if unused := sorted(info["unexpected_keys"]):
+        say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
+                 f"among them {', '.join(unused[:3])}; they are left out.")
     return model
 
 

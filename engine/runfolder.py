@@ -114,7 +114,7 @@ class RunFolder:
 
     def _keep_lines(self, name: str, first_step: int) -> list[dict]:
         path = self.path / name
-        kept = [line for line in read_jsonl(path) if line.get("step", first_step) < first_step]
+        kept = [line for line in read_jsonl(path) if line.get("step") in range(first_step)]
         if path.exists():
             write_atomically(path, "".join(compact(line) + "\n" for line in kept))
         return kept

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from engine import fast
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, say_once
+from engine.base import write_atomically
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
 # A model with one of these in its config scales or caps its logits, which engine/fast.py does not.

@@ -44,6 +44,7 @@ from engine.hf_sampler import HFSampler
 from engine.metrics import grade, mean, step_metrics, summary
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Seed
 from engine.options import Share, out_of_range
+from engine.options import Finite as Finite
 from engine.options import launch as launch  # for the scripts' last line
 from engine.plan import check_plan, print_plan
 from engine.policy import Policy, Request, Rollout, load_model, twin

@@ -57,10 +57,6 @@ def test_a_hunk_that_no_longer_fits_is_not_named(tmp_path):
 
 
 # ------------------------------------------------- formulas by hand ---------------------------------------
-def responses(*answers):
-    return [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
-
-
 def test_easiest_by_hand():
     srt, problems = load_script("srt"), [Problem(str(i), id=i) for i in range(5)]
     votes = {0: ("7", 2), 1: (None, 0), 2: ("8", 6), 3: ("9", 5), 4: ("1", 6)}
@@ -72,18 +68,12 @@ def test_easiest_by_hand():
 
 
 def test_offline_classes_by_hand():
-    srt, given, prompt = load_script("srt"), responses("3", "0.5", None, r"\frac{1}{2}"), Problem("?", "3")
+    srt, prompt, answers = load_script("srt"), Problem("?", "3"), ("3", "0.5", None, r"\frac{1}{2}")
+    given = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
     assert srt.offline_classes(prompt, given, "1/2") == [None, 0, None, 0]
     assert srt.offline_classes(prompt, given, "8") == srt.offline_classes(prompt, given, None) == [None] * 4
     rewards = srt.majority_reward(srt.offline_classes(prompt, given, "1/2"))
     assert rewards.tolist() == [0, 1, 0, 1]  # half of them, although three do not agree
-
-
-def test_answer_entropy_by_hand():
-    empo = load_script("empo")
-    expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    assert empo.answer_entropy([0, 0, 1, None]) == pytest.approx(expected)
-    assert empo.answer_entropy([None]) == 0 and empo.answer_entropy([0, 0]) == 0
 
 
 # ------------------------------------- every example, through its own main() ------------------------------

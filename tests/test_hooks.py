@@ -70,11 +70,11 @@ def test_a_pass_over_a_batch_is_not_that_of_full_logits(plain, watch, monkeypatc
 
 # ------------------------------------------------- (b) masked tokens --------------------------------------
 def mask_some(run) -> None:
-    """Every third token was a tool's, and what the sampler says of it means nothing."""
+    """Every third token was a tool's, of which the sampler has no log-probs."""
     def mask(groups, prompts, n, limits=None):
         for response in sum(groups, []):
             response.mask = torch.tensor([float(t % 3 != 1) for t in range(len(response.response_ids))])
-            response.logprobs = response.logprobs - 50 * (1 - response.mask)
+            response.logprobs = response.logprobs.where(response.mask > 0, math.nan)
 
     spy(run, "sample", after=mask)
 
@@ -92,16 +92,7 @@ def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
 
 
 def test_tis_does_not_read_what_a_sampler_says_of_masked_tokens(watch):
-    """NaN there: a tool has no log-probs."""
-    def meddle(run):
-        def no_logprobs(groups, prompts, n, limits=None):
-            for response in sum(groups, []):
-                response.logprobs = response.logprobs.where(response.mask > 0, math.nan)
-
-        mask_some(run)
-        spy(run, "sample", after=no_logprobs)
-
-    line = watch("tis", meddle=meddle).metrics[-1]
+    line = watch("tis", meddle=mask_some).metrics[-1]
     assert line["skipped_updates"] == 0 and line["grad_norm"] > 0
     assert line["tis"] == pytest.approx(1, abs=1e-3)
 
@@ -145,12 +136,10 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
         votes = [value for value in odd if value is not None]
         label = max(votes, key=votes.count)
         assert [response["reward"] for response in record["responses"]] == [value == label for value in odd]
-        gold = int(record["gold"][-1]) % 2
         right = [c == record["equal"][0] for c in record["equal"][1:]]
-        assert right == [value == gold for value in odd]
+        assert right == [value == int(record["gold"][-1]) % 2 for value in odd]
     assert all(line["eval/train/pass@1"] > 0.6 for line in lines)
-    assert lines[1]["distinct_answers"] <= 2 < lines[1]["distinct"] * 8
-    assert lines[1]["batch_pass@1"] > 0.55
+    assert lines[1]["distinct_answers"] <= 2 < lines[1]["distinct"] * 8 and lines[1]["batch_pass@1"] > 0.55
 
     task = dict(same_answer=parity, read_answer=last_digit)
     monkeypatch.undo()
@@ -254,21 +243,11 @@ def test_prompts_left_out_of_an_update(left, watch):
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------
-def no_room(run, prompts, n, sample=common.Run.sample):
-    longer = dataclasses.replace(prompts[0], prompt_ids=prompts[0].prompt_ids * 20)
-    return sample(run, [longer, *prompts[1:]], n)
+def longer(asked):
+    return dataclasses.replace(asked, prompt_ids=asked.prompt_ids * 20)
 
 
-def too_long(run, train):
-    run.policy.score([dataclasses.replace(train[0], prompt_ids=train[0].prompt_ids * 20)], 1.0)
-
-
-def unkept_state(run, prompts=common.Run.next_prompts):
-    run.state.update({1: "x"})
-    return prompts(run)
-
-
-sample, end_step, build = common.Run.sample, common.Run.end_step, common.Run
+build, sample, end_step = common.Run, common.Run.sample, common.Run.end_step
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of floats, .* but are \[3\]"),
@@ -285,15 +264,18 @@ WRONG = [  # what a fork replaces, by what, and the sentence
     (common, "answer_classes", lambda problem, responses, labels: None,
      "the classes that vote are None, but must be a list of whole"),
     (ttrl, "majority", lambda classes: "42", "label must be the class taken as right"),
-    (common.Run, "sample", no_room, r"a prompt of \d+ tokens leaves its response none"),
+    (common.Run, "sample", lambda run, prompts, n: sample(run, [longer(prompts[0])], n),
+     r"a prompt of \d+ tokens leaves its response none"),
     (common.Run, "sample", lambda run, prompts, n: sample(run, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
-    (common.Run, "minibatches", too_long, r"has \d+ tokens, but the run plans for at most \d+"),
+    (common.Run, "minibatches", lambda run, train: run.policy.score([longer(train[0])], 1.0),
+     r"has \d+ tokens, but the run plans for at most \d+"),
     (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(mine=torch.ones(1))),
      r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
     (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(reward=5.0)),
      "the run has a metric 'reward' of its own"),
-    (common.Run, "next_prompts", unkept_state, r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
+    (common.Run, "next_prompts", lambda run: run.state.update({1: "x"}) or run.problems[:2],
+     r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
     (common, "Run", lambda args: build(args, read_answer=lambda text, problem: 7),
      "must return text or None .*, but returned 7")]
 

@@ -7,18 +7,18 @@ import shutil
 import subprocess
 
 import pytest
+import test_fork_template
 import test_ranks
 import torch
-from conftest import EXAMPLES, ROOT, fresh_state, load_script, patch, patched, read_lines, run_toy, untimed
+from conftest import EXAMPLES, ROOT, load_script, patch, patched, read_lines, run_toy, spy
 from equations import (
-    answers_of, double_model, log_probs, log_softmax_rows, model_with, relative_error, ttrl_rewards, vote, z)
+    answers_of, double_model, log_probs, log_softmax_rows, mean_entropies, model_with, relative_error,
+    ttrl_rewards, vote, z)
 from test_ranks import FLAGS, assert_same_runs, drive, ended, job, runs_of, turned_tokens
 
 import common
 import ttrl
 from common import Problem, Rollout, UserError
-from engine.hf_sampler import HFSampler
-from engine.policy import MicroBatch
 
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -57,10 +57,6 @@ def test_a_hunk_that_no_longer_fits_is_not_named(tmp_path):
 
 
 # ------------------------------------------------- formulas by hand ---------------------------------------
-def responses(*answers):
-    return [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
-
-
 def test_easiest_by_hand():
     srt, problems = load_script("srt"), [Problem(str(i), id=i) for i in range(5)]
     votes = {0: ("7", 2), 1: (None, 0), 2: ("8", 6), 3: ("9", 5), 4: ("1", 6)}
@@ -72,27 +68,12 @@ def test_easiest_by_hand():
 
 
 def test_offline_classes_by_hand():
-    srt, given, prompt = load_script("srt"), responses("3", "0.5", None, r"\frac{1}{2}"), Problem("?", "3")
+    srt, prompt, answers = load_script("srt"), Problem("?", "3"), ("3", "0.5", None, r"\frac{1}{2}")
+    given = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
     assert srt.offline_classes(prompt, given, "1/2") == [None, 0, None, 0]
     assert srt.offline_classes(prompt, given, "8") == srt.offline_classes(prompt, given, None) == [None] * 4
     rewards = srt.majority_reward(srt.offline_classes(prompt, given, "1/2"))
     assert rewards.tolist() == [0, 1, 0, 1]  # half of them, although three do not agree
-
-
-def test_answer_entropy_by_hand():
-    empo = load_script("empo")
-    expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    assert empo.answer_entropy([0, 0, 1, None]) == pytest.approx(expected)
-    assert empo.answer_entropy([None]) == 0 and empo.answer_entropy([0, 0]) == 0
-
-
-def test_sequence_mean_of_masked_responses_by_hand():
-    one = Rollout([1], [2, 3, 4], torch.zeros(3), True, mask=torch.tensor([1., 0., 1.]))
-    two = Rollout([1], [5, 6], torch.zeros(2), True)
-    none = Rollout([1], [7], torch.zeros(1), True, mask=torch.zeros(1))
-    micro = MicroBatch([one, two, none], [0, 1, 2], torch.device("cpu"))
-    means = load_script("gspo").sequence_mean(micro, torch.tensor([1., 100., 3., 5., 6., 100.]))
-    assert means.tolist() == [2, 2, 2, 5.5, 5.5, 0]
 
 
 # ------------------------------------- every example, through its own main() ------------------------------
@@ -117,8 +98,18 @@ def entropy_itself(args, response, logp, old, entropy):
     return entropy
 
 
+def unlike(run) -> None:
+    """The sampler says of every token that it is up to e^0.6 likelier, or less likely, than it is."""
+    def shift(groups, *arguments, **options):
+        for response in sum(groups, []):
+            response.logprobs = response.logprobs + 0.6 * torch.arange(len(response.logprobs)).sin()
+
+    spy(run.sampler, "generate", after=shift)
+
+
 OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself)
 FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_high=1.5),
+                tis=dict(tis_cap=1.3, max_logp_diff=1.0, meddle=unlike),
                 dynamic_sampling=dict(max_rounds=2), em_ft=dict(num_minibatches=2), rlsc=dict(alpha=0.2))
 
 
@@ -155,11 +146,6 @@ def ttrl_reward(seen, group):
     return ttrl_rewards(seen, group)[0]
 
 
-def full_logits(seen, group) -> list[torch.Tensor]:
-    model = model_with(seen, seen.weights[group.step])
-    return [log_softmax_rows(model, response, seen.args.temperature).detach() for response in group.responses]
-
-
 def share_reward(seen, group):
     answers = answers_of(group)
     return [0.0 if answer is None else answers.count(answer) / len(answers) for answer in answers]
@@ -167,15 +153,16 @@ def share_reward(seen, group):
 
 def certainty_reward(seen, group):
     """KL(U || p) = sum_v 1/V log((1/V) / p_v), token by token."""
-    found = []
-    for rows in full_logits(seen, group):
-        size = rows.shape[1]
-        found.append(float((torch.full_like(rows, 1 / size) * (-math.log(size) - rows)).sum(-1).mean()))
+    model, found = model_with(seen, seen.weights[group.step]), []
+    for response in group.responses:
+        rows = log_softmax_rows(model, response, seen.args.temperature).detach()
+        u = torch.full_like(rows, 1 / rows.shape[1])
+        found.append(float((u * (u.log() - rows)).sum(-1).mean()))
     return found
 
 
 def entropy_rewards(seen, group):
-    return [-float((-(rows.exp() * rows).sum(-1)).mean()) for rows in full_logits(seen, group)]
+    return [-h for h in mean_entropies(seen, group.step, group.responses)]
 
 
 def confidence_reward(seen, group):
@@ -190,9 +177,16 @@ def crossed_reward(seen, group):
     return [float(answer is not None and answer == label) for answer in answers_of(group)]
 
 
+def initial_reward(seen, group):
+    """SRT: the label is the vote of the initial model's responses, sampled before step 1."""
+    before, = (sampled for sampled in seen.samples if sampled.step == 0)
+    initial = [response.answer for response in before.groups[before.prompts.index(group.prompt)]]
+    return [float(answer is not None and answer == vote(initial)) for answer in answers_of(group)]
+
+
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_rewards, rlsc=confidence_reward,
-               co_rewarding=crossed_reward)  # SRT's: below
+               co_rewarding=crossed_reward, srt=initial_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -217,34 +211,6 @@ def test_rewards_or_advantages_are_not_the_papers(name, watch):
     assert left_out == {"empo": 6}.get(name, 0)  # one prompt has four answers
 
 
-# --------------------------------------------- SRT: labels of the initial model ---------------------------
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory):
-    """Twelve problems of the toy."""
-    path = tmp_path_factory.mktemp("srt") / "problems.jsonl"
-    path.write_text("\n".join((ROOT / "toy/train.jsonl").read_text().splitlines()[:12]))
-    return path
-
-
-def test_srt_trains_other_problems_than_the_easy_ones_or_other_labels_than_the_initial(tmp_path, problems):
-    """Of 12 problems the third with most votes, 4; their labels stay what the initial model said."""
-    options = dict(dataset=str(problems), easy_fraction=1 / 3, prompts_per_batch=2, steps=0, epochs=2)
-    lines = run_toy(load_script("srt"), tmp_path / "run", **options)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # 2 epochs of 4 // 2
-    questions = [json.loads(line)["problem"] for line in problems.read_text().splitlines()]
-    votes = {}
-    for record in read_lines(tmp_path / "run/initial_votes.jsonl"):
-        votes[questions[record["id"]]] = record
-    counts = sorted((record["votes"] for record in votes.values()), reverse=True)
-    samples = read_lines(tmp_path / "run/samples.jsonl")
-    assert len(samples) == 8 and len({sample["problem"] for sample in samples}) == 4
-    for sample in samples:
-        assert votes[sample["problem"]]["votes"] >= counts[3]
-        for response in sample["responses"]:
-            assert response["reward"] == (response["answer"] == votes[sample["problem"]]["answer"])
-    assert len({response["reward"] for sample in samples for response in sample["responses"]}) == 2
-
-
 # ----------------------------------------- what a fork is without its idea is TTRL ------------------------
 @pytest.mark.parametrize("name, without", [("srt", dict(labels="majority")), ("gspo", dict(clip_low=0.2))])
 def test_without_its_idea_a_fork_is_not_ttrl(name, without, tmp_path):
@@ -254,27 +220,6 @@ def test_without_its_idea_a_fork_is_not_ttrl(name, without, tmp_path):
     assert not (tmp_path / "srt/initial_votes.jsonl").exists()
     for metric in ("loss", "grad_norm", "reward", "kl"):
         assert ours[metric] == pytest.approx(theirs[metric], rel=1e-3, abs=1e-6), metric
-
-
-# -------------------------------------------- TIS: an unlike sampler --------------------------------------
-@pytest.mark.parametrize("ratio, cap, weight", [(1.5, 2.0, 1.5), (1.5, 1.2, 1.2), (0.7, 2.0, 0.7)])
-def test_tis_does_not_weigh_by_trainer_over_sampler(tmp_path, monkeypatch, ratio, cap, weight):
-    """The sampler says every token is less likely by this ratio: so many times larger is the gradient."""
-    options = dict(steps=1, num_minibatches=1, kl_coef=0.0, weight_decay=0.0)
-    plain = run_toy(ttrl, tmp_path / "ttrl", **options)[0]
-    generate = HFSampler.generate
-
-    def unlike(self, *arguments, **settings):
-        groups = generate(self, *arguments, **settings)
-        for response in sum(groups, []):
-            response.logprobs = response.logprobs - torch.tensor(ratio).log()
-        return groups
-
-    monkeypatch.setattr(HFSampler, "generate", unlike)
-    line = run_toy(load_script("tis"), tmp_path / "tis", max_logp_diff=100.0, tis_cap=cap, **options)[0]
-    assert line["tis"] == pytest.approx(weight, rel=1e-3)
-    assert line["grad_norm"] == pytest.approx(weight * plain["grad_norm"], rel=1e-3)
-    assert line["reward"] == plain["reward"]
 
 
 # ------------------------------------------------- their own flags ---------------------------------------
@@ -302,8 +247,15 @@ def test_dynamic_sampling_asks_twice_or_never_stops(watch):
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
-def test_the_rephrased_column_is_not_asked(tmp_path, problems):
-    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+def test_srt_trains_other_problems_than_the_easy_ones(watch):
+    """Most initial votes: 8 of problem 3, 6 of problem 1 (INITIAL_VOTES). Two epochs of one batch."""
+    seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)
+    trained = [(group.step, group.prompt.id) for group in seen.groups]
+    assert sorted(trained) == [(1, 1), (1, 3), (2, 1), (2, 3)]
+
+
+def test_the_rephrased_column_is_not_asked(tmp_path, watch):
+    rows = read_lines(watch.problems)
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(row | dict(twin="In short: " + row["problem"])) for row in rows))
     options, fork = dict(steps=1, dataset=str(path)), load_script("co_rewarding")
@@ -317,19 +269,9 @@ def test_the_rephrased_column_is_not_asked(tmp_path, problems):
 
 # --------------------------------------------------- resume, ranks ----------------------------------------
 @pytest.mark.parametrize("name", ["srt", "dynamic_sampling"])  # those with a state of their own
-def test_a_resumed_run_is_not_the_uninterrupted_one(name, tmp_path):
-    """Three steps; what was written after the first checkpoint is lost and done again, bit for bit."""
-    options = dict(steps=3, checkpoint_every=1, keep=3, votes=4, train_samples=4, max_new_tokens=32)
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    run_toy(load_script(name), whole, **options)
-    shutil.copytree(whole, again)
-    for late in ("checkpoints/step_00000002", "checkpoints/step_00000003", "final"):
-        shutil.rmtree(again / late)
-    run_toy(load_script(name), again, **options, resume=True)
-    first, second = untimed(read_lines(whole / "metrics.jsonl")), untimed(read_lines(again / "metrics.jsonl"))
-    assert [line["step"] for line in second] == [1, 2, 3] and first == second
-    expected = fresh_state(whole / "final")
-    assert all(torch.equal(value, expected[key]) for key, value in fresh_state(again / "final").items())
+def test_a_resumed_run_is_not_the_uninterrupted_one(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(test_fork_template, "fork", load_script(name))
+    test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ SHORT = dict(votes=4, train_samples=4, max_new_tokens=32)
 def test_the_formula_by_hand():
     # of four responses two say the same, one says something else, one has no answer
     assert fork.shares([0, 1, 0, None]).tolist() == [0.5, 0.25, 0.5, 0]
+    assert fork.answer_entropy([0, 0]) == fork.answer_entropy([None]) == 0
 
 
 def test_it_learns_something(tmp_path):

@@ -78,7 +78,7 @@ def unclear(found):
     return len(counts) == 4 and counts == sorted(counts) and counts[3] > counts[1]
 
 
-WORKS = [brief, margin, sure, turns, twice, weighted, words, unclear]  # "It works if", in the order of the page
+WORKS = [brief, margin, sure, turns, twice, weighted, words, unclear]  # as on the page
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from conftest import ROOT, SCRIPTS, fresh_state, make_policy, random_rollouts, t
 from equations import relative_error
 from torch.distributed import fsdp
 from torch.nn.attention import varlen
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 import common
 import ttrl
@@ -28,10 +28,12 @@ from engine.plan import OVERHEAD, cpu_sentence
 from engine.policy import MicroBatch, Policy, Rollout, ahead
 
 from engine.sizes import GIB
-from tools.diffs import EXAMPLES
-from tools.simulate_memory import config_of
 
 torch.set_num_threads(1)
+MATH_1_5B = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+MATH_7B = Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                      num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
 
 
 # ------------------------------------------ variable-length attention --------------------------------------
@@ -219,7 +221,7 @@ def checked(gib: float, monkeypatch, **flags) -> Plumbing:
     monkeypatch.setattr("engine.run.machine", lambda args: (8, gib, "NVIDIA H100"))
     run = Plumbing()
     run.args, run.trains, run.engine = ttrl.Args(**flags), True, "vllm"
-    run.device, run.config, run.problems = torch.device("cuda"), config_of("qwen2.5-math-7b"), [None] * 30
+    run.device, run.config, run.problems = torch.device("cuda"), MATH_7B, [None] * 30
     run._check_plan()
     return run
 
@@ -267,12 +269,12 @@ def test_too_little_disk_space_is_found_before_the_run(tmp_path, monkeypatch):
 
 
 def test_a_step_too_large_for_a_cpu_is_said(capsys):
-    sentence = cpu_sentence(ttrl.Args(), config_of("qwen2.5-math-1.5b"), threads=2)
+    sentence = cpu_sentence(ttrl.Args(), MATH_1_5B, threads=2)
     assert "a step samples up to 1,572,864 tokens from 1.54e9 parameters" in sentence
     assert "about 108.5 hours a step. It goes on" in sentence
     small = ttrl.Args(votes=16, train_samples=8, prompts_per_batch=8, max_new_tokens=40,
                       max_prompt_tokens=192)
-    assert " minutes a step" in cpu_sentence(small, config_of("qwen2.5-math-1.5b"), threads=4)
+    assert " minutes a step" in cpu_sentence(small, MATH_1_5B, threads=4)
     smollm2 = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
                           num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
     assert cpu_sentence(small, smollm2, threads=1) == ""  # what --model smollm2 runs

@@ -6,8 +6,6 @@ import sys
 import pytest
 from conftest import ROOT, read_lines
 
-from tools.benchmarks import loading
-
 CODE = """
 import resource, sys
 import torch
@@ -47,15 +45,3 @@ def test_one_step_of_a_model_of_real_width(tmp_path):
     assert int(done.stdout.split("parameters")[1].split()[0]) == 315_084_160
     # float32: policy, reference, sampler, gradients and two moments are 6 x 1.17 = 7.0 GiB
     assert float(done.stdout.split("peak GiB")[1]) < 9.5
-
-
-def test_what_ranks_hold_together_by_hand():
-    """5 of the first beside 4 of the second at 3.0; later the first has 1 and the second 7."""
-    assert loading.together([[(0.0, 1), (2.0, 5), (4.0, 1)], [(1.0, 2), (3.0, 4), (5.0, 7)]]) == 9
-
-
-@pytest.mark.slow
-def test_ranks_hold_their_shards_and_the_mapped_file(tmp_path):
-    """Aim: at most 1.3 copies beside the shards; two ranks that read all in float32, twice, hold 1.8."""
-    loading.make_model(str(tmp_path), layers=4)
-    assert loading.measure(str(tmp_path), ranks=2)["without_shards"] < 1.3

@@ -20,7 +20,7 @@ import dynamic_rl
 import ettrl
 import evaluate
 import ttrl
-from common import Problem, Rollout, UserError
+from common import Problem, Rollout
 from engine import checkpoint
 from engine.data import load_problems
 from engine.fast import LogProbs
@@ -252,12 +252,11 @@ def test_classes_of_a_problem_by_hand():
 
 
 @pytest.mark.parametrize("keys", [None, [1, 2], torch.tensor([1, 2, 3]), [1, 2, [3]], [0.5, 1.0, None]])
-def test_a_vote_function_of_another_type_is_one_sentence(keys):
+def test_a_vote_function_without_one_key_per_answer_does_not_vote(keys):
     def clusters(answers):
         return keys
 
-    with pytest.raises(UserError, match=r"^clusters, given to common\.Run as same_answer, must return a list "
-                       r"of 3 keys \(text or whole numbers\), one per answer, but returned .*\.$"):
+    with pytest.raises((TypeError, ValueError)):
         Problem("p", same_answer=clusters).classes(["a", None, "b", "c"])
 
 
@@ -420,7 +419,6 @@ WRONG = [
     (ttrl, "group_advantages", forgotten, "a response has the advantage nan; set response.advantage"),
     (ttrl, "group_advantages", tensors, r"a response has the advantage tensor\(0\.\)"),
     (common, "answer_classes", of_text, "classes must be a list of 4, a whole number or None"),
-    (common, "answer_classes", nothing, "the classes that vote are None, but must be a list of whole"),
     (ttrl, "majority", its_text, "label must be the class taken as right"),
     (common.Run, "sample", no_room, r"a prompt of \d+ tokens leaves its response none"),
     (common.Run, "sample", twice, r"the prompt with id \d+ was sampled in this step already"),

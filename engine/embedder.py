@@ -1,15 +1,15 @@
-"""Sentence embeddings for EVOL-RL, through sentence-transformers."""
+"""Sentence embeddings for EVOL-RL: of a sentence-transformers model, or, without one, of hashed words."""
 
 from __future__ import annotations
 
-import contextlib
+import zlib
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from transformers.utils import cached_file
 
-from engine.base import UserError
+from engine.base import UserError, first_line
 
 
 def embedder_path(name: str) -> str:
@@ -20,38 +20,41 @@ def embedder_path(name: str) -> str:
     return str(Path(package.__file__).parent / "model")
 
 
-@contextlib.contextmanager
-def moved(model: torch.nn.Module, device: str):
-    """The model on this device for a while. Then its weights are the mapped file again, which all ranks of a
-    node share, instead of a copy in each rank's memory."""
-    stored = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        yield model.to(device)
-    finally:
-        for parameter, data in stored:
-            parameter.data = data
-        model.to("cpu")  # buffers
+def count_words(texts: list[str], size: int = 1024) -> torch.Tensor:
+    """[n, size] how often each word stands in a text. Its column is a hash, the same in every process."""
+    counts = torch.zeros(len(texts), size)
+    for row, text in zip(counts, texts):
+        for word in text.split():
+            row[zlib.crc32(word.encode(errors="replace")) % size] += 1
+    return counts
 
 
 class Embedder:
-    """texts -> unit vectors: a list of n tensors [d] on the CPU.
+    """texts -> unit vectors: a list of n tensors [d] on the CPU. --embedder words: of `count_words`.
 
-    The model is loaded at first use and takes GPU memory only while it works. A text longer than its limit
+    Any other is a model, loaded at first use, on the GPU only while it works. A text longer than its limit
     loses its beginning. Raises UserError if anything fails: a run never goes on without embeddings."""
 
     def __init__(self, name: str):
         self.name, self.model = name, None
+        if name == "words":
+            return
         try:
             self.path = embedder_path(name)
             cached_file(self.path, "modules.json")  # without it, any language model would be pooled somehow
         except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UserError(f"--embedder is {name!r}, but must be a Hub id, a folder or package:NAME of a "
-                            f"sentence-transformers model: {reason}") from None
+            raise UserError(f"--embedder is {name!r}, but must be words, or a Hub id, a folder or "
+                            "package:NAME of a sentence-transformers model: "
+                            f"{first_line(error)}") from None
 
     def __call__(self, texts: list[str]) -> list[torch.Tensor]:
         if not texts:
             return []
+        vectors = count_words(texts) if self.name == "words" else self.encode(texts)
+        return list(torch.nn.functional.normalize(vectors, dim=-1))
+
+    def encode(self, texts: list[str]) -> torch.Tensor:
+        """[n, d] by the model."""
         cuda = torch.cuda.is_available()
         try:
             if self.model is None:
@@ -59,14 +62,14 @@ class Embedder:
                 options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
                 self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
                 self.model.tokenizer.truncation_side = "left"
-            with moved(self.model, "cuda" if cuda else "cpu") as model:
-                vectors = model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
-                vectors = vectors.float().cpu()
+            self.model.to("cuda" if cuda else "cpu")
+            vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
+            self.model.to("cpu")
             if not vectors.isfinite().all():
                 raise ValueError("embeddings are not finite")
+            return vectors.float().cpu()
         except torch.OutOfMemoryError:  # engine/options.py says what to do
             raise
         except Exception as error:
-            raise UserError("the responses could not be embedded with --embedder "
-                            f"{self.name!r}: {error}") from error
-        return list(torch.nn.functional.normalize(vectors, dim=-1))
+            raise UserError(f"the responses could not be embedded with --embedder {self.name!r}: "
+                            f"{first_line(error)}") from error

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from engine.base import gather, sharded
-from engine.runfolder import read_jsonl
+from engine.base import gather, sharded, write_atomically
 
 
 def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
@@ -19,13 +18,9 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     weights = run.folder.identity["the weights of --model"]
     depends = [weights, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-    stored = []
-    if run.rank == 0 and args.resume:
-        stored = read_jsonl(path)
-    votes = {}
-    for record in gather(stored)[0]:
-        if record.get("key") == key and isinstance(record.get("votes"), int):
-            votes[record.get("id")] = (record.get("answer"), record["votes"])
+    lines = path.read_text().splitlines() if run.rank == 0 and args.resume and path.is_file() else []
+    stored = [json.loads(line) for line in gather(lines)[0]]
+    votes = {record["id"]: (record["answer"], record["votes"]) for record in stored if record["key"] == key}
     todo = [p for p in run.problems if p.id not in votes]
     if todo:
         run.sampler.load(run.policy.named_tensors(run.dtype))
@@ -34,13 +29,10 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
         part = todo[start:start + size]
         run.say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
         counted = sharded(list(zip(part, run.sample(part, args.votes))), count_each)
-        for problem, (answer, count) in zip(part, counted):
-            votes[problem.id] = (answer, count)
+        votes |= {problem.id: counts for problem, counts in zip(part, counted)}
         if run.rank == 0:
-            with path.open("a", encoding="utf-8") as file:
-                for problem in part:
-                    answer, count = votes[problem.id]
-                    file.write(json.dumps(dict(key=key, id=problem.id, answer=answer, votes=count)) + "\n")
+            records = [dict(key=key, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     run.sampler.sleep()
     return votes
 

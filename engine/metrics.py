@@ -21,17 +21,9 @@ def counts(name: str, values: list[float], most: int) -> dict[str, int]:
     return {f"{name}/{i}": rounded.count(i) for i in range(1, most + 1)}
 
 
-def checked(classes: list[int | None]) -> list[int | None]:
-    """The same. Raises TypeError if it is no list: a script's function may have forgotten its return."""
-    if not isinstance(classes, list):
-        raise TypeError(f"the classes that vote are {repr(classes)[:80]}, but must be a list of whole "
-                        "numbers and None (no answer)")
-    return classes
-
-
 def majority(classes: list[int | None]) -> int | None:
     """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
-    counts = Counter(c for c in checked(classes) if c is not None)
+    counts = Counter(c for c in classes if c is not None)
     return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 
@@ -80,17 +72,13 @@ def summary(graded: list[dict]) -> dict[str, float]:
         row["stderr"] = math.sqrt(variance / len(rates))
         for k in (2 ** i for i in range(1, samples.bit_length())):
             row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)
+        right = [{c for c, correct in zip(g["classes"], g["correct"]) if correct} for g in known]
         for k in sorted({*(2 ** i for i in range(1, samples.bit_length())), samples}):
-            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], right_classes(g), k) for g in known)
+            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], r, k) for g, r in zip(known, right))
     for name in ("length", "answered", "truncated"):
         row[name] = mean(mean(g[name]) for g in graded)
     row["distinct"] = mean(g["distinct"] for g in graded)
     return row
-
-
-def right_classes(verdicts: dict) -> set[int]:
-    """The answer classes that are right, from what `grade` returned."""
-    return {c for c, correct in zip(verdicts["classes"], verdicts["correct"]) if correct}
 
 
 def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:

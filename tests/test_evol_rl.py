@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,12 +218,27 @@ def test_embedder():
     assert begin @ none > 0.9999 and end @ none < 0.999
 
 
+def test_hashed_words_are_the_same_in_every_process_and_need_no_model():
+    """python's own hash() differs from process to process, and with it the novelty rewards of two ranks."""
+    code = ("from engine.embedder import Embedder; "
+            "print(Embedder('words')(['so 2 + 2', 'so 2 + 2', 'a b', ''])[0].nonzero()[:, 0].tolist())")
+    done = subprocess.run([sys.executable, "-c", code], cwd=common.TOY_MODEL + "/..", capture_output=True,
+                          text=True)
+    here = Embedder("words")(["so 2 + 2", "2 so 2 +", "a b", ""])
+    assert done.stdout.strip() == str(here[0].nonzero()[:, 0].tolist()) and len(here[0].nonzero()) == 3
+    assert here[0] @ here[0] == pytest.approx(1.0) and torch.equal(here[0], here[1])
+    # counts 1, 2, 1 of so, 2, + against 1, 1 of a, b: no word in common; the same two words, one twice
+    assert here[0] @ here[2] == 0 and not here[3].any()
+    once, twice = Embedder("words")(["a b", "a b b"])
+    assert once @ twice == pytest.approx((1 * 1 + 1 * 2) / (2 * 5) ** 0.5)
+
+
 @pytest.mark.parametrize("name", ["", "/no/such/folder", "package:no_such_package", common.TOY_MODEL])
 def test_wrong_embedder(name, monkeypatch):
     monkeypatch.setattr(common, "Run", None)  # it shows before any weights are loaded
     with pytest.raises(common.UserError) as error:
         evol_rl.main(toy_args(evol_rl, embedder=name))
-    rule = "must be a Hub id, a folder or package:NAME of a sentence-transformers model: "
+    rule = "must be words, or a Hub id, a folder or package:NAME of a sentence-transformers model: "
     assert str(error.value).startswith(f"--embedder is {name!r}, but {rule}")
 
 

@@ -23,7 +23,6 @@ import ttrl
 from engine import fast, options, runfolder, setup
 from engine.base import UserError
 from engine.checkpoint import writer_of
-from engine.embedder import moved
 from engine.plan import OVERHEAD, cpu_sentence
 from engine.policy import MicroBatch, Policy, Rollout, ahead
 
@@ -192,22 +191,6 @@ def test_the_syncs_own_peak_is_that_before_the_kv_cache_wakes(monkeypatch):
     for _ in policy.named_tensors(torch.float32):
         pass
     assert policy.sync_peak == 5.0 and policy.synced == 4 * 355_584
-
-
-def test_an_embedder_that_was_on_a_gpu_is_the_mapped_file_again():
-    """All ranks share its pages; model.to("cpu") alone would leave each rank a copy."""
-    class Elsewhere(torch.nn.Linear):
-        def to(self, device):
-            self.weight.data, self.bias.data = self.weight.data.clone(), self.bias.data.clone()
-            return self
-
-    model = Elsewhere(2, 3)
-    before = [parameter.data_ptr() for parameter in model.parameters()]
-    model.to = lambda device: model if device == "cpu" else Elsewhere.to(model, device)
-    with pytest.raises(ValueError), moved(model, "cuda") as there:
-        assert not {parameter.data_ptr() for parameter in there.parameters()} & {*before}
-        raise ValueError
-    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 def test_every_rank_checks_its_own_files():

@@ -313,7 +313,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
      "its tokenizer: no such folder."),
     ("ttrl", "--max_new_tokens 9000", "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evaluate", "--model ./nowhere", "--model is './nowhere'"),
-    ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be a Hub id, a folder or package:"),
+    ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", "--out /proc/run", "--out is '/proc/run', "),
     ("ttrl", f"--out {'x' * 300}", f"--out is '{'x' * 300}', which cannot be written: File name too long."),
     ("ttrl", "--resume", "--resume needs --out, the folder of the run to go on with."),

@@ -826,11 +826,11 @@ def test_effect_of(script, both, flags, check, paper, watch):
 @about("model", "dataset", "question_field", "answer_field")
 def test_model_and_columns(watch, llama, tmp_path):
     """Another architecture, and a file in which two columns could be the question and two the answer."""
-    lines = ["question,text,answer,right"]
+    lines = []
     for i in range(5):
-        lines.append(f"No {i}?,What is {i} + {i}?,no,{2 * i}")
-    path = tmp_path / "problems.csv"
-    path.write_text("\n".join(lines))
+        lines.append(dict(question=f"No {i}?", text=f"What is {i} + {i}?", answer="no", right=2 * i))
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
     seen = watch("ttrl", model=str(llama), dataset=str(path), question_field="text", answer_field="right",
                  noise=0, max_prompt_tokens=128)
     for problem in seen.samples[0].prompts:

@@ -16,10 +16,9 @@ from conftest import ROOT, SCRIPTS, toy_of
 import common
 from engine.options import parse
 
-TOP = "README.md requirements.txt requirements-cpu.txt requirements-smollm2.txt Makefile LICENSE".split()
-TOP += "common.py ttrl.py evol_rl.py scrl.py restrain.py ettrl.py dynamic_rl.py evaluate.py".split()
-TOP += "engine tools examples docs toy tests .ci pyproject.toml .gitignore".split()
 METHODS = SCRIPTS[1:]
+# What someone must own, in lines of Python.
+MOST_LINES = dict(engine=3000, tools=1000, tests=8500)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -38,13 +37,10 @@ def source(module: str) -> str:
     return (ROOT / (module.replace(".", "/") + ".py")).read_text()
 
 
-# ------------------------------------------------- what lies where ---------------------------------------
-def test_top_level():
-    assert {name.split("/")[0] for name in files("")} == set(TOP)
-
-
-def test_common_is_small():
-    assert len(source("common").splitlines()) <= 480
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_house_grows_again(folder):
+    lines = [line for name in files(".py") if name.startswith(f"{folder}/") for line in open(ROOT / name)]
+    assert len(lines) <= MOST_LINES[folder]
 
 
 def test_lines_are_short_and_ascii():
@@ -218,104 +214,51 @@ def test_help_is_a_manual(name, monkeypatch, capsys):
         assert " ".join(said.split()) in shown, option
 
 
-def test_help_from_the_shell():
-    command = [sys.executable, "ttrl.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and not done.stderr
-    assert "TTRL: Test-Time Reinforcement Learning" in done.stdout and "python ttrl.py" in done.stdout
-
-
 # ------------------------------------------- bad input is one sentence -----------------------------------
+RANGE = "but the input should be "
 BAD = [  # (script, flags, the sentence or its beginning)
-    # options: values out of range, together
-    ("ttrl", "--votes 0", "--votes is 0, but must be 1 or more."),
-    ("ttrl", "--votes 70000", "--votes (ETTRL: its tree) makes 70000 responses per prompt, but their see"),
-    ("ettrl", "--trunks 999 --forks 99", "--votes (ETTRL: its tree) makes "),
-    ("ttrl", f"--votes {'9' * 400}", f"--votes is {'9' * 400}, but must be at most 2^62."),
-    ("ttrl", f"--keep {2**62 + 1}", f"--keep is {2**62 + 1}, but must be at most 2^62."),
-    ("ttrl", f"--steps {'9' * 400}", f"--steps is {'9' * 400}, but must be at most 2^62."),
-    ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but must be at most 2^62."),
-    ("ttrl", "--out \ud800", "--out is '\\ud800', but must be text in UTF-8, at"),
-    ("evaluate", "--model \udcff", "--model is '\\udcff', but must be text in UTF-8, at"),
-    ("ttrl", "--temperature 0", "--temperature is 0.0, but must be above 0."),
-    ("ttrl", "--lr -1", "--lr is -1.0, but must be 0 or more."),
-    ("ttrl", "--lr nan", "--lr is nan, but must be 0 or more."),
-    ("ttrl", "--clip_low 2", "--clip_low is 2.0, but must be between 0 and 1."),
-    ("ttrl", "--clip_high -1", "--clip_high is -1.0, but must be 0 or more, or inf."),
-    ("ttrl", "--warmup 1.5", "--warmup is 1.5, but must be between 0 and 1."),
-    ("ttrl", "--kl_coef inf", "--kl_coef is inf, but must be 0 or more."),
-    ("ttrl", "--eval_top_p 0", "--eval_top_p is 0.0, but must be above 0 and at most 1."),
-    ("ttrl", "--max_new_tokens 0", "--max_new_tokens is 0, but must be 1 or more."),
-    ("ttrl", "--micro_tokens -1", "--micro_tokens is -1, but must be"),
-    ("ttrl", "--keep 0", "--keep is 0, but must be 1 or more."),
-    ("ttrl", "--max_bad_steps 0", "--max_bad_steps is 0, but must be 1 or more."),
-    ("ttrl", "--steps -1", "--steps is -1, but must be 0 or more."),
-    ("ttrl", "--gpu_memory 0", "--gpu_memory is 0.0, but must be above 0 and at most 1."),
-    ("ttrl", "--num_minibatches 0", "--num_minibatches is 0, but must be 1 or more."),
-    ("ttrl", "--grad_clip 0", "--grad_clip is 0.0, but must be above 0."),
-    ("ttrl", "--seed -1", "--seed is -1, but must be 0 or more."),
-    ("evol_rl", "--alpha 1.5", "--alpha is 1.5, but must be between 0 and 1."),
-    ("scrl", "--tau_pos 2", "--tau_pos is 2.0, but must be between 0 and 1."),
-    ("scrl", "--tau_marg nan", "--tau_marg is nan, but must be between 0 and 1."),
-    ("scrl", "--lambda_h -1", "--lambda_h is -1.0, but must be 0 or more."),
-    ("scrl", "--null_reward inf", "--null_reward is inf, but must be"),
-    ("restrain", "--kappa -1", "--kappa is -1, but must be 0 or more."),
-    ("restrain", "--delta -1", "--delta is -1.0, but must be 0 or more."),
-    ("restrain", "--sigma -0.1", "--sigma is -0.1, but must be 0 or more, or inf."),
-    ("restrain", "--prompt_sigma nan", "--prompt_sigma is nan, but must be 0 or more, or inf."),
-    ("ettrl", "--trunks 0 --train_samples 0", "--train_samples is 0, but must be 1 or more."),
-    ("ettrl", "--branches 0 --train_samples 1", "--branches is 0, but must be 1 or more."),
-    ("ettrl", "--bound 0", "--bound is 0.0, but must be above 0."),
-    ("dynamic_rl", "--tau 0", "--tau is 0.0, but must be above 0 and at most 1."),
-    ("dynamic_rl", "--lambda_dq -1", "--lambda_dq is -1.0, but must be 0 or more."),
-    ("dynamic_rl", "--max_question_tokens 0", "--max_question_tokens is 0, but must be 1 or more."),
-    ("evaluate", "--samples 0", "--samples is 0, but must be between 1 and 65536."),
-    ("evaluate", "--top_p 0", "--top_p is 0.0, but must be above 0 and at most 1."),
+    # options: values out of range
+    ("ttrl", "--votes 0", f"--votes is 0, {RANGE}greater than or equal to 1."),
+    ("ttrl", "--temperature 0", f"--temperature is 0.0, {RANGE}greater than 0."),
+    ("ttrl", "--lr nan", f"--lr is nan, {RANGE}"),
+    ("ttrl", "--clip_low 2", f"--clip_low is 2.0, {RANGE}less than or equal to 1."),
+    ("ttrl", "--kl_coef inf", f"--kl_coef is inf, {RANGE}a finite number."),
+    ("ttrl", "--seed 99999999999999999999", "--seed is 99999999999999999999, but the input"),
+    ("evol_rl", "--alpha 1.5", f"--alpha is 1.5, {RANGE}less than or equal to 1."),
+    ("scrl", "--tau_pos 2", f"--tau_pos is 2.0, {RANGE}less than or equal to 1."),
+    ("restrain", "--sigma -0.1", f"--sigma is -0.1, {RANGE}greater than or equal to 0."),
+    ("ettrl", "--branches 0", f"--branches is 0, {RANGE}greater than or equal to 1."),
+    ("dynamic_rl", "--tau 0", f"--tau is 0.0, {RANGE}greater than 0."),
+    ("evaluate", "--samples 0", f"--samples is 0, {RANGE}greater than or equal to 1."),
     # options that do not go together
     ("ttrl", "--train_samples 33", "--train_samples is 33, but must be at most 32, the responses per prompt"),
     ("ettrl", "--train_samples 99", "--train_samples is 99, but must be at most 35, the responses per"),
-    ("ettrl", "--rollout parallel --votes 8", "--train_samples is 16, but must be at most 8, the "),
     ("ttrl", "--num_minibatches 300", "--num_minibatches is 300, but must be at most 256, the trained "),
     ("ttrl", "--steps 0 --epochs 0", "--epochs is 0 and --steps is 0, so there is nothing to do; give one "),
     ("ttrl", "--prompts_per_batch 200", "--prompts_per_batch is 200, but must be at most 128, the problems "),
     ("ttrl", "--dataset= --eval toy", "there is nothing to train on: --dataset is empty; name one."),
     ("dynamic_rl", "--labels gold", "--labels is 'gold', but --dataset is empty or has problems without a "),
     ("dynamic_rl", "--eval train", "the benchmark 'train' means --dataset, which is empty; name another"),
+    ("restrain", "--kappa 100 --votes 16", "--kappa is 100, but must be at most --votes, 16."),
     ("ttrl", "--gpu_gib 40", "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
-    ("ttrl", "--plan --gpu_gib 1e300", "--gpu_gib is 1e+300, but must be above 0 and below 1e9: one"),
-    ("ttrl", f"--out {'a/' * 2100}", f"--out is '{'a/' * 2100}', but must be text in UTF-8, at most 4096"),
-    ("ttrl", "--sampler vllm --plain", "--plain samples with transformers, but --sampler is 'vllm'; give"),
+    ("ttrl", "--offload optimizer", "--offload is 'optimizer', but there is no GPU here to take anything "),
     # data
-    ("ttrl", "--eval ,", "--eval: unknown data set '': known are math500"),
-    ("evaluate", "--benchmarks toy,", "--benchmarks: unknown data set '': known are math500"),
     ("ttrl", "--dataset nothing", "--dataset: unknown data set 'nothing': known are math500, aime24"),
     ("ttrl", "--dataset no.jsonl", "--dataset: there is no file no.jsonl."),
     ("ttrl", "--question_field x", "--dataset: {root}/toy/train.jsonl, row 1 has no column 'x'"),
-    ("ttrl", "--question_field answer", "--dataset: {root}/toy/train.jsonl: column 'answer' cannot be "),
     ("ttrl", "--eval math5", "--eval: unknown data set 'math5'"),
-    ("ttrl", "--eval train,toy,train", "--eval (evaluate.py: --benchmarks) is 'train,toy,train', but must "
-     "name train once."),
-    ("evaluate", "--benchmarks toy,toy", "--eval (evaluate.py: --benchmarks) is 'toy,toy', but must name "),
-    ("restrain", "--kappa 100 --votes 16", "--kappa is 100, but must be at most --votes, 16."),
-    ("ttrl", "--dataset /etc/problems.txt", "--dataset: unknown data set '/etc/problems.txt'"),
-    ("ttrl", "--max_prompt_tokens 3", "all 128 problems of toy have more than --max_prompt_tokens 3"),
-    ("dynamic_rl", "--max_prompt_tokens 3 --eval=", "z_0 (Dynamic RL: --question_prompt) has "),
+    ("ttrl", "--eval train,toy,train", "--eval (evaluate.py: --benchmarks) is 'train,toy,train', but must "),
+    ("ttrl", "--max_prompt_tokens 3", "--dataset: all 128 problems of toy have more than --max_prompt_toke"),
     ("evaluate", "--benchmarks nothing", "--benchmarks: unknown data set 'nothing'"),
     ("evaluate", "--benchmarks=", "--benchmarks is empty; name at least one benchmark."),
-    ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file: "),
-    ("ttrl", "--prompt /dev/zero", "--prompt is '/dev/zero', but must be system, suffix, plain or a template "
-     "file: it is no file of less than 1 MB."),
-    ("evaluate", "--prompt /proc/version", "--prompt is '/proc/version', but must be system, suffix, plain "
-     "or a template file with {question} in its last turn, a [user] turn."),
+    ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file"),
     # models, folders
     ("ttrl", "--model nowhere", "--model is 'nowhere', but must be a Hub id or a folder with a model "),
     ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model and "
      "its tokenizer: no such folder."),
     ("ttrl", "--max_new_tokens 9000", "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
-    ("evaluate", "--model ./nowhere", "--model is './nowhere'"),
     ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", "--out /proc/run", "--out is '/proc/run', "),
-    ("ttrl", f"--out {'x' * 300}", f"--out is '{'x' * 300}', which cannot be written: File name too long."),
     ("ttrl", "--resume", "--resume needs --out, the folder of the run to go on with."),
     ("ttrl", "--resume --out nowhere", "--resume: nowhere/run.json cannot be read, it does not ")]
 # Every case runs in a fork of one process, because starting Python sixty times would take minutes.

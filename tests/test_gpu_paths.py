@@ -29,8 +29,9 @@ from engine.policy import MicroBatch, Policy, Rollout, ahead
 from engine.sizes import GIB
 
 torch.set_num_threads(1)
-MATH_1_5B = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-                        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+MATH_1_5B = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                        num_attention_heads=12, num_key_value_heads=2, vocab_size=151936,
+                        tie_word_embeddings=True)
 MATH_7B = Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                       num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
 

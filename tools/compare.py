@@ -131,20 +131,20 @@ def table(runs: dict[str, list[list[dict]]]) -> str:
 
     Of a benchmark the last evaluation counts, of another metric the mean over the last ten steps; the start
     is the first evaluation of the first name's runs."""
-    first, rows, header = next(iter(runs.values())), {"start": []}, []
+    rows: dict[str, list[str]] = {"start": []} | {name: [] for name in runs}
+    header, first = [], next(iter(runs))
     for column in COLUMNS:
         key, last = (f"eval/{column}", 1) if "/" in column else (column, 10)
-        found = {}
+        starts, ends = [], {name: [] for name in runs}
         for name, seeds in runs.items():
-            values = [[line[key] for line in lines if key in line] for lines in seeds]
-            found[name] = [statistics.fmean(seed[-last:]) for seed in values if seed]
-        if not any(found.values()):
-            continue
-        header.append(column)
-        starts = [[line[key] for line in lines if key in line] for lines in first]
-        rows["start"].append(cell([seed[0] for seed in starts if seed and last == 1]))
-        for name, values in found.items():
-            rows.setdefault(name, []).append(cell(values))
+            for lines in seeds:
+                values = [line[key] for line in lines if key in line]
+                ends[name] += [statistics.fmean(values[-last:])] if values else []
+                starts += values[:1] if name == first and last == 1 else []
+        if any(ends.values()):
+            header.append(column)
+            for name, values in {"start": starts, **ends}.items():
+                rows[name].append(cell(values))
     lines = [f"| | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
     return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
 

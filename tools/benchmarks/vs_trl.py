@@ -184,8 +184,9 @@ def one_side(side: str, folder: Path, steps: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     job = json.loads((folder / "job.json").read_text())
     rows, peak = (ours if side == "ours" else trl)(folder, job, steps)
-    found = {part: statistics.median(row[part] for row in rows[1:]) for part in PARTS}
-    found |= dict(length=statistics.mean(row["length"] for row in rows[1:]), memory=max(peak.rises[1:]))
+    found = dict(memory=max(peak.rises[1:]))
+    for name in (*PARTS, "length"):
+        found[name] = statistics.median(row[name] for row in rows[1:])
     packages = ["torch", "transformers"] + ["trl"] * (side == "trl")
     found["versions"] = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
     (folder / "result.json").write_text(json.dumps(found))

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.answers import given_up
+from engine.formulas import given_up
 from engine.smollm2 import SMOLLM2
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
@@ -51,8 +51,7 @@ class Args:
     """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
-    preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy",
-                    "smollm2"] = "ttrl"
+    preset: Literal[*PRESETS] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
     samples: common.Count | None = None
     """Responses per problem."""
@@ -116,7 +115,7 @@ class Args:
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
     """Scores by benchmark, and of several the mean of their pass@1, as "mean".
 
-    task: same_answer and read_answer of a script of one's own, see common.Run."""
+    task: what a script of one's own gives common.Run: same_answer, read_answer, generate."""
     if not args.benchmarks.replace(",", "").strip():
         raise common.UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
@@ -142,10 +141,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(model=args.model or run.model_path, results=results, by_majority=majorities)
-        try:
-            common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
-        finally:  # a full disk costs no more than the file
-            print("\n".join([table(results), *warnings]))
+        common.write_atomically(run.out / "results.json", json.dumps(record, indent=1))
+        print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
     return results
 

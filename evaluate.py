@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.answers import given_up
 from engine.base import UserError, gather, write_atomically
+from engine.formulas import given_up
 from engine.metrics import by_majority, mean, summary
 from engine.options import out_of_range
 from engine.smollm2 import SMOLLM2
@@ -54,8 +54,7 @@ class Args:
     """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
-    preset: Literal["ttrl", "evol_rl", "scrl", "restrain", "ettrl", "dynamic_rl", "greedy", "toy",
-                    "smollm2"] = "ttrl"
+    preset: Literal[*PRESETS] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
     samples: common.Count | None = None
     """Responses per problem."""
@@ -119,7 +118,7 @@ class Args:
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
     """Scores by benchmark, and of several the mean of their pass@1, as "mean".
 
-    task: same_answer and read_answer of a script of one's own, see common.Run."""
+    task: what a script of one's own gives common.Run: same_answer, read_answer, generate."""
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
@@ -145,10 +144,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
         record |= dict(model=args.model or run.model_path, results=results, by_majority=majorities)
-        try:
-            write_atomically(run.out / "results.json", json.dumps(record, indent=1))
-        finally:  # a full disk costs no more than the file
-            print("\n".join([table(results), *warnings]))
+        write_atomically(run.out / "results.json", json.dumps(record, indent=1))
+        print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")
     return results
 

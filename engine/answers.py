@@ -2,28 +2,20 @@ r"""Reading answers out of responses, and deciding which answers are equal. All 
 
 Every answer is turned into one key string, and two answers are equal if their keys are. So equality is
 symmetric and transitive by construction, and does not depend on the order of the answers or on which others
-are present.
-(math-verify's `verify(gold, answer)` has none of these properties; only its LaTeX parser is used here.)
+are present. The keys of formulas come from engine/formulas.py.
+(math-verify's `verify(gold, answer)` has none of these properties; only its LaTeX parser is used.)
 
 Numbers are equal if they are exactly equal: 0.5 is \frac12, but 0.333333 is not \frac13, as a tolerance would
 not be transitive. Percent signs, degrees and units are dropped: 9\% is 9. "x = 5" is 5. Lists are unordered,
 tuples are not.
-
-Every formula is computed once (the last 100,000 are remembered), within one second of processor time; one
-that takes longer is compared as text. Honest formulas take 2 to 300 ms. There is no other bound: a policy
-that learned to write slow formulas could take a second of every step for each of them.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from zlib import crc32
+
+from engine.formulas import formula_key
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -229,10 +221,7 @@ def equivalence_classes(answers: list[str | None]) -> list[int | None]:
     [0, None, 0, 1, 1, 2, 2, 3]
     """
     number: dict[str, int] = {}
-    classes = []
-    for answer in answers:
-        classes.append(None if answer is None else number.setdefault(_key_of(answer), len(number)))
-    return classes
+    return [None if a is None else number.setdefault(_key_of(a), len(number)) for a in answers]
 
 
 def answers_equal(a: str | None, b: str | None) -> bool:
@@ -275,7 +264,7 @@ def _key(s: str, depth: int = 0) -> str:
     number = _number(s)
     if number is not None:
         return str(number)
-    return _formula(s) or s
+    return formula_key(s) or s
 
 
 def _both_signs(s: str) -> list[str]:
@@ -340,214 +329,3 @@ def _number(s: str) -> Fraction | None:
         if defined and len(power[3]) * abs(exponent) < 4000:
             return Fraction(power[1] + (power[2] or "1")) * Fraction(base) ** exponent
     return None
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Formulas: their values at a few points, found in another process that may hang or die
-# ------------------------------------------------------------------------------------------------------------
-_COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
-    ln log exp lfloor rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon
-    zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi
-    Psi Omega""".split())
-_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
-    | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
-    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
-    | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
-    """, re.VERBOSE | re.ASCII)
-given_up: set[str] = set()
-"""Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
-_worker = None
-_owner = None
-_lock = threading.Lock()
-
-
-def _formula(s: str) -> str | None:
-    """The key of a formula or an equation; None if it cannot be computed: compared by normal form then.
-
-    Refused at once: words, numbers in other bases (52_8), sums, integrals, towers, large factorials.
-    """
-    if len(s) > 200 or _REFUSED.search(s) or not set(re.findall(r"\\([a-zA-Z]+|.)", s)) <= _COMMANDS:
-        return None
-    return _computed(s)
-
-
-def _exact(match: re.Match) -> str:
-    whole, decimals = match.groups()
-    return rf"\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
-
-
-@lru_cache(maxsize=100_000)
-def _computed(s: str) -> str | None:
-    """The worker's key of a formula; None if it has none or is given up."""
-    formula = s
-    s = re.sub(r"(\d+)\.(\d+)", _exact, s)  # 0.1 is \frac{01}{10}, not a float
-    # the parser reads 3(4) and (3)4 as 3+4
-    s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
-    s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
-    with _lock:
-        worker = _running_worker()
-        try:
-            worker.stdin.write(s + "\n")
-            worker.stdin.flush()
-            reply = worker.stdout.readline() or "0"
-        except BaseException as error:  # never read the reply to this question as the reply to the next one
-            worker.kill()
-            if not isinstance(error, OSError):
-                raise
-            reply = "0"
-    key = json.loads(reply)
-    if key == 0:
-        given_up.add(formula)
-    return key or None
-
-
-def _running_worker() -> subprocess.Popen:
-    """The worker of this process; a new one if there is none, if it died, or if this is a fork."""
-    global _worker, _owner
-    if _worker is None or _owner != os.getpid() or _worker.poll() is not None:
-        _owner = os.getpid()
-        command = [sys.executable, __file__]
-        _worker = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if _worker.stdout.readline() != "ready\n":
-            raise RuntimeError("The answer checker did not start: pip install 'math-verify[antlr4_13_2]'")
-    return _worker
-
-
-# ------------------------------------------------------------------------------------------------------------
-# From here on: inside the worker
-# ------------------------------------------------------------------------------------------------------------
-def _value_key(latex: str) -> str | None:
-    """An exact rational, or 40 digits of the value; with symbols, of the values at six points.
-
-    Both sides of an equation may be multiplied by a constant: the values are divided by the first.
-    """
-    import hashlib
-
-    import sympy
-
-    sides = [_parse(side) for side in latex.split("=")]
-    is_equation = len(sides) == 2
-    expr = sides[0] - sides[1] if is_equation else sides[0]
-    if expr.has(sympy.Derivative):  # dx/dt would be 0
-        return None
-    expr = _with_plain_symbols(expr.doit())
-    if expr.is_Rational and not is_equation:
-        return str(expr)
-    values = _values_at_points(expr)
-    if is_equation:
-        values = [(v / values[0]).evalf(60) for v in values[1:]] if expr.free_symbols else [sympy.nan]
-    if not all(v.is_number and v.is_finite for v in values):
-        return None
-    parts = [_real_and_imaginary(v) for v in values]
-    keys = [str(sympy.Float(real, 40)) + " " + str(sympy.Float(imaginary, 40)) for real, imaginary in parts]
-    if len(set(keys)) == 1:
-        keys = keys[:1]  # a constant: \sin^2x+\cos^2x
-    if len(keys) == 1 and not is_equation and not parts[0][1]:  # a rational number after all: \log_28
-        value = Fraction(str(parts[0][0]))
-        simple = value.limit_denominator(10**9)
-        if abs(value - simple) < abs(value) * Fraction(1, 10**35) or not value:
-            return str(simple)
-    key = ("=" if is_equation else "~") + " ".join(keys)
-    return key if len(key) < 200 else key[:40] + hashlib.sha256(key.encode()).hexdigest()
-
-
-def _parse(latex: str):
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-
-    config = ConversionConfig(lowercase_symbols=False)
-    return latex2sympy(latex, convert_degrees=True, normalization_config=None, conversion_config=config)
-
-
-def _with_plain_symbols(expr):
-    """Symbols without assumptions; f(x) is one unknown; i is the imaginary unit."""
-    import sympy
-    from sympy.core.function import AppliedUndef
-
-    unknowns = expr.free_symbols | expr.atoms(AppliedUndef)
-    names = {unknown: sympy.Symbol(str(unknown)) for unknown in unknowns}
-    return expr.xreplace(names).xreplace({sympy.Symbol("i"): sympy.I})
-
-
-def _values_at_points(expr) -> list:
-    """70 digits at each of six points (60 if something is rounded); a single value without symbols."""
-    import sympy
-
-    whole = expr.has(sympy.floor, sympy.ceiling)
-    points = 1
-    if expr.free_symbols:
-        points = 60 if whole else 6
-    values = []
-    for point in range(points):
-        coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
-        values.append(expr.xreplace(coordinates).evalf(70))
-    return values
-
-
-def _coordinate(name: str, point: int, whole: bool):
-    """The value of the symbol `name` at a point: the same in every formula."""
-    import sympy
-
-    seed = crc32(name.encode())
-    if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
-        return sympy.Integer(1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4])
-    if point < 2:
-        sign = (1, -1)[point]  # |x| is not x,
-    else:
-        sign = 1 - 2 * (seed >> (point - 2) & 1)  # |xy| is not xy,
-    size = 5000 + crc32(f"{name}{point}".encode()) % 9973
-    return sympy.Rational(sign * size * (1, 37)[point % 2], 7919)  # near and far: |x+2| is not x+2
-
-
-def _real_and_imaginary(value) -> list:
-    """[real part, imaginary part]."""
-    import sympy
-
-    # evalf marks a difference that cancelled to nothing by a precision of one bit
-    return [p if p.is_Float and p._prec > 1 else sympy.Float(0) for p in value.as_real_imag()]
-
-
-def _serve() -> None:
-    """The worker process: a formula per line in; out its key, null if it has none, 0 if it was given up.
-
-    A forked child does the work within one second of processor time. When it is killed, because it hangs in a
-    tower of powers or eats the memory, the next child is there at once, with everything imported. (Signals
-    would need the main thread, and cannot interrupt a multiplication of huge integers; processor time does
-    not depend on who else runs.)
-    """
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends when its parent does: its input is closed
-    _value_key(r"\frac{1}{2}x^{2}+\sqrt{2}-\sin(x)\cdot\pi")  # fills the parser's tables for all children
-    replies = os.dup(1)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.write(replies, b"ready\n")
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    while True:
-        child = os.fork()
-        if child == 0:
-            _answer_questions(replies)
-            os._exit(0)
-        if os.waitpid(child, 0)[1] == 0:
-            return
-        os.write(replies, b"0\n")
-
-
-def _answer_questions(replies: int) -> None:
-    """Runs in the child of the worker, until the input ends or a formula takes more than its second."""
-    import resource
-    import signal
-
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    for line in open(0, "rb", buffering=0):  # unbuffered: what the child has not read is the next child's
-        signal.setitimer(signal.ITIMER_PROF, 1.0)
-        try:
-            key = _value_key(line.decode().strip())
-        except Exception:
-            key = None
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, json.dumps(key).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    _serve()

@@ -3,13 +3,11 @@
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import answers
+from engine import answers, formulas
 from engine.answers import (
     answers_equal,
     equivalence_classes,
@@ -526,8 +524,8 @@ def test_what_hangs_is_stopped_and_forgotten():
     """The worker's own limit ends it, the next formula is answered, and the time is spent once."""
     hang = "|10^{9}|!"
     start = time.monotonic()
-    assert answers._formula(hang) is None and hang in answers.given_up
-    assert answers._formula("\\sqrt{7}+1") is not None
+    assert formulas.formula_key(hang) is None and hang in formulas.given_up
+    assert formulas.formula_key("\\sqrt{7}+1") is not None
     assert 0.5 < time.monotonic() - start < 8
     start = time.monotonic()
     assert not answers_equal(hang, "7")
@@ -535,33 +533,10 @@ def test_what_hangs_is_stopped_and_forgotten():
 
 
 def test_a_killed_worker_is_replaced():
-    assert answers._formula("\\sqrt{11}+1")
-    os.kill(answers._worker.pid, signal.SIGKILL)
-    answers._worker.wait()
-    assert answers._formula("\\sqrt{11}+2") is not None
-
-
-def test_threads():
-    """math-verify's own time limits work in the main thread only."""
-    found = {}
-    formulas = [f"{n}\\sqrt{{{n}}}+{m}" for n in (2, 3, 5) for m in range(4)]
-
-    def work(seed):
-        order = formulas * 2 + ["9^{9^{9^9}}", "100000000!"]
-        random.Random(seed).shuffle(order)
-        members = {}
-        for answer, c in zip(order, equivalence_classes(order)):
-            members.setdefault(c, []).append(answer)
-        found[seed] = sorted(sorted(group) for group in members.values())
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    assert len(found[0]) == 14
-    assert all(groups == found[0] for groups in found.values())
+    assert formulas.formula_key("\\sqrt{11}+1")
+    os.kill(formulas._worker.pid, signal.SIGKILL)
+    formulas._worker.wait()
+    assert formulas.formula_key("\\sqrt{11}+2") is not None
 
 
 def run_python(code):
@@ -571,10 +546,10 @@ def run_python(code):
 def test_the_worker_dies_with_its_parent_and_needs_no_torch():
     code = """
 import os, signal, sys
-from engine import answers
+from engine import answers, formulas
 assert answers.answers_equal(r"\\sqrt{8}", r"2\\sqrt{2}")
 assert "torch" not in sys.modules
-print(answers._worker.pid, flush=True)
+print(formulas._worker.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     worker = int(run_python(code).stdout)
@@ -589,9 +564,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_numbers_need_no_worker():
     """Most benchmarks have integer answers: they cost microseconds and no second process."""
     code = """
-from engine import answers
+from engine import answers, formulas
 answers.equivalence_classes(["12", "1/2", "0.5", "2^{-99}", "(1,2)", "C", "1,000"])
-assert answers._worker is None
+assert formulas._worker is None
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr

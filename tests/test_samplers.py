@@ -8,18 +8,17 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, ROOT, tiny_model
+from conftest import ROOT, tiny_model
 from equations import relative_error
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
 
 import common
 from common import VLLMSampler
 from engine import hf_sampler
 from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
-from engine.hf_sampler import HFSampler, SharedPrompts, _truncate, samples_of, uniform_numbers
-from engine.plain import PlainSampler
-from engine.policy import Policy, Request
+from engine.hf_sampler import HFSampler, _truncate, draw, pad_left, samples_of, uniform_numbers
+from engine.policy import Policy, Request, Rollout, load_model
 from engine.setup import has_vllm
 
 CPU = torch.device("cpu")
@@ -28,18 +27,16 @@ TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
 QUESTIONS = [problem.question for problem in load_problems("toy", quiet=True)[:4]]
 PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
-NOT_SHARED = ("Mistral", "Falcon", "GPTJ", "Bloom")  # a sliding window; attention code of their own
 
 
 def requests(prompts=PROMPTS, n=4, seed=1, limit=64):
     return [Request(prompt, n, seed_of(seed, "test", i), limit) for i, prompt in enumerate(prompts)]
 
 
-@pytest.fixture(scope="module", params=["hf", "plain", "vllm"])
+@pytest.fixture(scope="module", params=["hf", "vllm"])
 def sampler(request):
-    if request.param != "vllm":
-        kind = {"hf": HFSampler, "plain": PlainSampler}[request.param]
-        return kind(TOY, STOP, CPU, torch.float32)
+    if request.param == "hf":
+        return HFSampler(TOY, STOP, CPU, torch.float32)
     if not has_vllm():
         pytest.fail("vLLM does not import; install requirements-cpu.txt")
     args = common.Args(max_prompt_tokens=384, max_new_tokens=64)
@@ -64,7 +61,7 @@ def flat(groups):
 def error(policy, groups, temperature=1.0):
     """Of the sampler's log-probs, relative to the policy's."""
     rollouts = flat(groups)
-    policy.score(rollouts, "old_logp", temperature)
+    policy.score_old(rollouts, temperature)
     sampled = torch.cat([r.logprobs for r in rollouts])
     return relative_error(sampled, torch.cat([r.old_logp for r in rollouts]))
 
@@ -104,23 +101,21 @@ def test_a_response_does_not_depend_on_its_neighbours(sampler):
     assert ids(alone) == ids(sampler.generate(requests(n=2), 1.0))
 
 
-def test_hf_splits_what_memory_does_not_hold(monkeypatch):
-    """Many responses to one prompt: as many at a time as keys and values fit; each is what it was."""
+def test_more_responses_than_fit_are_sampled_in_turns(monkeypatch):
+    """Three sequences at a time, whose keys and values fit; each response is what it was."""
     hf, sizes = HFSampler(TOY, STOP, CPU, torch.float32), []
     expected = ids(hf.generate(requests(n=7), 1.0))
     original = hf._generate
 
-    def generate(chunk, *options):
-        sizes.append(sum(request.n for request in chunk))
-        return original(chunk, *options)
+    def generate(samples, *options):
+        sizes.append(len(samples))
+        return original(samples, *options)
 
     monkeypatch.setattr(hf, "_generate", generate)
-    longest = 64 + max(len(prompt) for prompt in PROMPTS)
-    config = hf.model.config
+    config, longest = hf.model.config, 64 + max(len(prompt) for prompt in PROMPTS)
     width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    kept = 2 * 4 * config.num_hidden_layers * width * longest  # bytes of a sequence's keys and values
-    monkeypatch.setattr(hf_sampler, "host_memory", lambda: 2 * 3 * kept)  # half of it: three sequences
-    assert ids(hf.generate(requests(n=7), 1.0)) == expected and max(sizes) == 3 and sum(sizes) == 28
+    monkeypatch.setattr(hf_sampler, "CACHE", 3 * 2 * 4 * config.num_hidden_layers * width * longest)
+    assert ids(hf.generate(requests(n=7), 1.0)) == expected and sizes == [3] * 9 + [1]
 
 
 def test_requests_of_one_call_may_differ(sampler):
@@ -152,7 +147,7 @@ def test_logprobs_are_the_trainers_also_after_updates(sampler):
     sampler.load(toy_policy().named_tensors(torch.float32))  # as it was, for the other tests
 
 
-@pytest.mark.parametrize("sampler", ["vllm"], indirect=True)  # the others have no cache between calls
+@pytest.mark.parametrize("sampler", ["vllm"], indirect=True)  # the other has no cache between calls
 def test_a_stale_prefix_cache_is_noticed(sampler, monkeypatch):
     long = [encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]]  # the cache holds whole blocks only
     policy = toy_policy()
@@ -176,7 +171,7 @@ def test_a_weight_that_was_not_taken_is_an_error(sampler):
     sampler.load(iter(tensors))
 
 
-@pytest.mark.parametrize("sampler", ["hf", "plain"], indirect=True)
+@pytest.mark.parametrize("sampler", ["hf"], indirect=True)
 def test_a_weight_that_is_not_known_is_an_error(sampler):
     tensors = list(toy_policy().named_tensors(torch.float32))
     with pytest.raises(RuntimeError, match="weights model.layers.99"):
@@ -210,112 +205,101 @@ def test_hf_frequencies_follow_the_distribution():
         assert abs(float(counts[token]) / 1000 - p) < 4 * math.sqrt(p * (1 - p) / 1000) + 1e-3
 
 
-def assert_same(groups, others):
-    assert ids(groups) == ids(others)
-    for a, b in zip(flat(groups), flat(others), strict=True):
+# ------------------------------------- against transformers' own generate -------------------------------------
+class Drawing(LogitsProcessor):
+    """Draws a token for every sample and leaves only that one finite, so that greedy search takes it."""
+
+    def __init__(self, uniform: torch.Tensor, *options):
+        self.uniform = uniform  # [samples, steps]
+        self.options = options  # temperature, top_p, top_k
+        self.logprobs = []      # [samples] of every step
+
+    def __call__(self, input_ids, logits):
+        token, logprob = draw(logits, self.uniform[:, len(self.logprobs)], *self.options)
+        self.logprobs.append(logprob)
+        return torch.full_like(logits, -math.inf).scatter(-1, token[:, None], 0.0)
+
+
+@torch.inference_mode()
+def generate_by_transformers(model: str, stop_ids, requests, *options) -> list[Rollout]:
+    """Every sample a row, prompts padded on the left, no row dropped."""
+    model = load_model(model, dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig()  # the model's own may penalize or force tokens
+    samples, rollouts = samples_of(requests), []
+    steps = max(request.max_new_tokens for request in requests)
+    ids, mask = pad_left([request.prompt_ids for request, _ in samples], CPU)
+    drawing = Drawing(uniform_numbers(samples, steps, CPU), *options)
+    config = GenerationConfig(max_new_tokens=steps, eos_token_id=stop_ids, pad_token_id=0)
+    out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config,
+                         logits_processor=[drawing])
+    logprobs = torch.stack(drawing.logprobs, 1)  # [samples, steps]
+    for i, (request, _) in enumerate(samples):
+        response = out[i, ids.shape[1]:][:request.max_new_tokens].tolist()
+        stops = [t for t, token in enumerate(response) if token in stop_ids]
+        end = stops[0] + 1 if stops else len(response)
+        rollouts.append(Rollout(request.prompt_ids, response[:end], logprobs[i, :end], finished=bool(stops)))
+    return rollouts
+
+
+def assert_same(rollouts, others):
+    assert ids([rollouts]) == ids([others])
+    for a, b in zip(rollouts, others, strict=True):
         assert (a.prompt_ids, a.finished) == (b.prompt_ids, b.finished)
-    expected = torch.cat([r.logprobs for r in flat(others)])
-    assert relative_error(torch.cat([r.logprobs for r in flat(groups)]), expected) < 1e-5
+    expected = torch.cat([r.logprobs for r in others])
+    assert relative_error(torch.cat([r.logprobs for r in rollouts]), expected) < 1e-5
+    assert len({len(r.response_ids) for r in rollouts}) > 2
 
 
-def test_exact_numbers_are_on_the_cpu_where_the_device_has_no_float64():
-    """Not tried on Apple's Metal; the numbers themselves and their place are."""
-    assert hf_sampler.exact_device(torch.device("mps")).type == "cpu"
-    assert hf_sampler.exact_device(torch.device("meta")).type == "meta"
-    samples = hf_sampler.samples_of([Request([1], 2, 7, 3)])
-    ours = hf_sampler.uniform_numbers(samples, 3, torch.device("mps"))
-    assert ours.device.type == "cpu" and ours.dtype == torch.float64
-    assert hf_sampler.uniform_numbers(samples, 3, torch.device("meta")).device.type == "meta"
-
-
-@pytest.mark.parametrize("temperature, top_p, top_k", [
-    (1.0, 1.0, 0),
-    (0.7, 0.9, 0),
-    (1.0, 1.0, 5),
-    (0.0, 1.0, 0),
-])
-def test_plain_draws_the_same_tokens(temperature, top_p, top_k):
-    """transformers' generate and the engine: prompts of uneven length, groups and limits of uneven size."""
+@pytest.mark.parametrize("options", [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.0, 1.0, 5), (0.0, 1.0, 0)])
+def test_the_tokens_are_those_of_transformers_generate(options):
+    """Prompts of uneven length, groups and limits of uneven size."""
     uneven = requests(n=6) + requests(PROMPTS[:2], n=2, seed=3, limit=7) + requests(n=1, seed=4)
-    options = (uneven, temperature, top_p, top_k)
-    engine = HFSampler(TOY, STOP, CPU, torch.float32).generate(*options)
-    assert_same(engine, PlainSampler(TOY, STOP, CPU, torch.float32).generate(*options))
-    lengths = {len(r.response_ids) for r in flat(engine)}
-    assert len(lengths) > 2
+    ours = HFSampler(TOY, STOP, CPU, torch.float32).generate(uneven, *options)
+    assert_same(flat(ours), generate_by_transformers(TOY, STOP, uneven, *options))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_hf_shared_prompts_give_the_models_own_logprobs(tmp_path, name):
-    """Prompts of uneven length, rows that end at different times; not shared: every row has a copy."""
-    model = tiny_model(name, tmp_path)
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "GPT2", "Bloom"])  # RoPE, a window, positions, ALiBi
+def test_other_architectures_sample_the_tokens_of_transformers_generate(tmp_path, name):
+    """Prompts of uneven length, rows that end at different times."""
+    tiny_model(name, tmp_path)
     stop = [2, 3, 4, 5]
-    sampler = HFSampler(str(tmp_path), stop, CPU, torch.float32)
-    assert sampler.shares == (name not in NOT_SHARED)
-    uneven = [
-        Request([7, 8, 9, 10, 11], 5, 100, 12),
-        Request([12, 13], 5, 200, 12),
-        Request([14], 5, 300, 2),
-        Request([15, 16], 5, 400, 12),
-    ]
-    groups = sampler.generate(uneven, 0.7)
-    assert len({len(r.response_ids) for r in flat(groups)}) > 2
-    for r in flat(groups):
-        with torch.no_grad():
-            logits = model(torch.tensor([r.prompt_ids + r.response_ids])).logits[0]
-        logp = torch.log_softmax(logits[len(r.prompt_ids) - 1:-1] / 0.7, -1)
-        expected = logp.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1)
-        assert relative_error(r.logprobs, expected) < 1e-5
-    plain = PlainSampler(str(tmp_path), stop, CPU, torch.float32)
-    assert_same(groups, plain.generate(uneven, 0.7))
+    prompts = [[7, 8, 9, 10, 11], [12, 13], [14], [15, 16]]
+    uneven = [Request(prompt, 5, 100 * i, 12) for i, prompt in enumerate(prompts)]
+    ours = HFSampler(str(tmp_path), stop, CPU, torch.float32).generate(uneven, 0.7)
+    assert_same(flat(ours), generate_by_transformers(str(tmp_path), stop, uneven, 0.7, 1.0, 0))
 
 
-def test_hf_says_once_why_prompts_are_copied(tmp_path, capsys, monkeypatch):
-    tiny_model("Falcon", tmp_path)
-    hf_sampler.say_once.cache_clear()
-    for _ in range(2):
-        HFSampler(str(tmp_path), [2], CPU, torch.float32)
-    assert capsys.readouterr().out.count("architecture falcon has attention code of its own") == 1
-    monkeypatch.setenv("RANK", "1")
-    hf_sampler.say_once.cache_clear()
-    HFSampler(str(tmp_path), [2], CPU, torch.float32)
-    assert "falcon" not in capsys.readouterr().out
+def test_a_text_ends_a_response_with_the_token_that_completes_it():
+    """Tokens are letters: "ab" ends a response at the first b after an a, also if that is its only sample."""
+    def decode(ids):
+        return "".join("ab"[i % 2] for i in ids)
+
+    hf = HFSampler(TOY, STOP, CPU, torch.float32)
+    free = flat(hf.generate(requests(limit=12), 1.0))
+    ended = flat(hf.generate(requests(limit=12), 1.0, stop=("ab", "bbbbb"), decode=decode))
+    cut_short = 0
+    for long, short in zip(free, ended, strict=True):
+        text = decode(long.response_ids)
+        ends = [text.find(word) + len(word) for word in ("ab", "bbbbb") if word in text]
+        end = min([*ends, len(text)])
+        assert short.response_ids == long.response_ids[:end]
+        assert torch.allclose(short.logprobs, long.logprobs[:end], atol=1e-5)
+        assert short.finished == (bool(ends) or long.finished)
+        cut_short += end < len(text)
+    assert cut_short > 5
 
 
-def test_hf_copies_prompts_if_sharing_fails(monkeypatch, capsys):
-    """An error while sharing is tried is told, and what is sampled is what it was."""
-    expected = HFSampler(TOY, STOP, CPU, torch.float32).generate(requests(), 1.0)
-
-    def broken(self, prompt_of_row):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(SharedPrompts, "assign", broken)
-    hf_sampler.say_once.cache_clear()
-    sampler = HFSampler(TOY, STOP, CPU, torch.float32)
-    assert not sampler.shares
-    assert "no such kernel" in capsys.readouterr().out
-    assert_same(expected, sampler.generate(requests(), 1.0))
-
-
-def test_shared_prompts_by_hand():
-    """The example in the docstring of SharedPrompts.assign."""
-    class Cache:
-        def batch_select_indices(self, keep):
-            self.kept = keep.tolist()
-
-    shared = SharedPrompts(Cache(), torch.tensor([[0, 1], [1, 1], [1, 1], [1, 1]]))
-    shared.assign(torch.tensor([0, 0, 3, 3, 3]))
-    assert shared.cache.kept == [0, 3]
-    assert shared.slot.tolist() == [0, 1, 3, 4, 5]
-    assert shared.rows.tolist() == [0, 1, 0, 2, 3, 4]
-    assert shared.bias.flatten(1).tolist() == [[-math.inf, 0.0], [0.0, 0.0]]
-
-
-def test_hf_half_precision_shares_prompts_too():
+def test_weights_are_of_the_type_that_is_asked_for():
     sampler = HFSampler(TOY, STOP, CPU, torch.bfloat16)
-    assert sampler.shares
     assert {p.dtype for p in sampler.model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in sampler.model.buffers()} == {torch.float32}  # rotary frequencies
     assert 1e-4 < error(toy_policy(), sampler.generate(requests(), 1.0)) < 0.1
+
+
+def test_exact_numbers_are_on_the_cpu_where_the_device_has_no_float64():
+    """Not tried on Apple's Metal."""
+    assert hf_sampler.exact_device(torch.device("mps")).type == "cpu"
+    assert hf_sampler.exact_device(torch.device("meta")).type == "meta"
 
 
 def test_two_samples_draw_the_same_numbers():

@@ -155,21 +155,6 @@ def test_problems_not_made_yet_say_what_makes_them(tmp_path, monkeypatch):
     assert str(error.value) == f"there is {expected}"
 
 
-def test_ci_says_last_that_the_real_model_was_not_tested(tmp_path):
-    skipped = f"SKIPPED [1] tests/test_real.py:1: {needs_package.kwargs['reason']}"
-    stubs = {".ci/run": (ROOT / ".ci/run").read_text(), "bin/chromium": "#!/bin/sh\n",
-             ".venv/bin/python": "#!/bin/sh\necho 9 passed\n",
-             "bin/make": f'#!/bin/sh\ntest "$1" = test && echo "{skipped}"\n'}
-    for name, text in stubs.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / ".ci/run"], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].startswith("NOT TESTED: the real model, --model smollm2.")
-
-
 def test_every_script_knows_the_short_name(monkeypatch, capsys):
     for name in SCRIPTS:
         module = __import__(name)

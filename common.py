@@ -547,8 +547,7 @@ class Run:
     def minibatches(self, train: list[Rollout]) -> list[list[Rollout]]:
         """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt.
 
-        Raises ValueError if a response has no finite advantage or a mask that is not its own, or if the ranks
-        have different batches."""
+        Raises ValueError if a response has no finite advantage, or if the ranks have different batches."""
         check_batch(train)
         self.trained = train
         n = min(self.args.num_minibatches, len(train))
@@ -699,16 +698,12 @@ class Run:
 
 
 def check_batch(train: list[Rollout]) -> None:
-    """Raises ValueError if a response has no finite advantage or a mask that is not its own, or if the ranks
-    have different batches."""
+    """Raises ValueError if a response has no finite advantage, or if the ranks have different batches."""
     for response in train:
-        size, advantage = len(response.response_ids), response.advantage
+        advantage = response.advantage
         if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
             raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "
                              "finite number for all that is trained (of a tensor: .tolist())")
-        if response.mask is not None and response.mask.shape != (size,):
-            raise ValueError(f"a response of {size} tokens has a mask {list(response.mask.shape)}; "
-                             "response.mask must have 1 or 0 for each token")
     ids = hashlib.blake2b(repr([r.response_ids for r in train]).encode()).digest()
     advantages = torch.tensor([r.advantage for r in train])
     for other_ids, others in gather((ids, advantages)):

@@ -13,94 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, fresh_state, make_policy, random_rollouts, toy_args
-from equations import relative_error
 from torch.distributed import fsdp
-from torch.nn.attention import varlen
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import ttrl
-from engine import fast, options, runfolder, setup
+from engine import options, runfolder, setup
 from engine.base import UserError
 from engine.checkpoint import writer_of
-from engine.plan import OVERHEAD, cpu_sentence
-from engine.policy import MicroBatch, Policy, Rollout, ahead
-
-from engine.sizes import GIB
+from engine.embedder import moved
+from engine.policy import Policy
+from tools.diffs import EXAMPLES
 
 torch.set_num_threads(1)
-MATH_1_5B = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                        num_attention_heads=12, num_key_value_heads=2, vocab_size=151936,
-                        tie_word_embeddings=True)
-MATH_7B = Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                      num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)
-
-
-# ------------------------------------------ variable-length attention --------------------------------------
-def varlen_by_loop(query, key, value, query_starts, key_starts, max_q, max_k, scale=None,
-                   window_size=(-1, -1),
-                   enable_gqa=False, from_the_end=True):
-    """What torch.nn.attention.varlen documents, sequence by sequence; causal masks end at the last key."""
-    assert query_starts.dtype == key_starts.dtype == torch.int32 and window_size == (-1, 0) and enable_gqa
-    groups, rows = query.shape[1] // key.shape[1], []
-    for i in range(len(query_starts) - 1):
-        q = query[query_starts[i]:query_starts[i + 1]].transpose(0, 1)
-        k, v = (x[key_starts[i]:key_starts[i + 1]].transpose(0, 1).repeat_interleave(groups, 0)
-                for x in (key, value))
-        asked, seen = q.shape[1], k.shape[1]
-        assert 0 < asked <= max_q and asked <= seen <= max_k
-        mask = torch.ones(asked, seen).tril(seen - asked if from_the_end else 0).bool()
-        row = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-        rows.append(row.transpose(0, 1))
-    assert query_starts[-1] == len(query) and key_starts[-1] == len(key)
-    return torch.cat(rows)
-
-
-def test_pack_varlen_by_hand():
-    """Three responses to one prompt, of 3, 1 and 2 tokens, and one to another; last tokens are left out."""
-    responses = [([5, 6], [7, 8, 9]), ([5, 6], [9]), ([5, 6], [8, 7]), ([4], [6, 6])]
-    rollouts = [Rollout(prompt, response, torch.zeros(len(response)), True) for prompt, response in responses]
-    inputs, predict_from = fast.pack_varlen(rollouts)
-    assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 8, 4, 6]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert inputs["keys"].tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]  # the second response asks nothing
-    assert inputs["query_starts"].tolist() == [0, 4, 5, 7]
-    assert inputs["key_starts"].tolist() == [0, 4, 7, 9]
-    assert inputs["longest"] == 4 and inputs.keys().isdisjoint({"pack", "unpack"})
-    assert predict_from.tolist() == [1, 2, 3, 1, 1, 4, 5, 6]
-
-
-def test_variable_length_attention_gives_the_same_log_probs_and_gradients(monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
-    rollouts = random_rollouts(6) + random_rollouts(2, seed=1, longest=1)
-    for k in (1, 2, 7):  # two groups of one prompt
-        rollouts[k].prompt_ids = rollouts[0].prompt_ids
-    found = []
-    for used in (False, True):
-        policy = make_policy()
-        policy.varlen = used
-        logp_T, entropy_T = policy.logprobs(MicroBatch(rollouts, list(range(8)), torch.device("cpu")), 0.7)
-        (logp_T.sum() + entropy_T.sum()).backward()
-        found.append([logp_T, entropy_T, *(p.grad for p in policy.parameters())])
-    for padded, without in zip(*found):
-        assert relative_error(without, padded) < 1e-4
-
-
-def test_variable_length_attention_is_tried_before_it_is_used(monkeypatch):
-    """Right, also if it rounds otherwise than padded rows: used. Causal from the first key instead of the
-    last, or no kernel at all: padded rows."""
-    def in_float32(query, key, value, *others, **options):
-        return varlen_by_loop(query.float(), key.float(), value.float(), *others, **options).to(query.dtype)
-
-    config, cpu = make_policy().model.config, torch.device("cpu")
-    assert not fast.varlen_works(config, cpu, torch.float32)  # torch has no CPU kernel
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
-    assert fast.varlen_works(config, cpu, torch.float32) and fast.varlen_works(config, cpu, torch.bfloat16)
-    monkeypatch.setattr(varlen, "varlen_attn", in_float32)
-    assert fast.varlen_works(config_of("qwen2.5-math-1.5b"), cpu, torch.bfloat16)
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *a, **k: varlen_by_loop(*a, **k, from_the_end=False))
-    assert not fast.varlen_works(config, cpu, torch.float32)
-    assert not make_policy().varlen
 
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
@@ -119,7 +44,7 @@ def trained(**flags) -> tuple[float, dict[str, torch.Tensor]]:
     """(gradient norm, weights) after two optimizer steps."""
     policy, rollouts = make_policy(**flags), random_rollouts(5)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
-    policy.score(rollouts, "old_logp", 1.0)
+    policy.score_old(rollouts, 1.0)
     for _ in range(2):
         for micro in policy.micro_batches(rollouts):
             policy.logprobs(micro, 1.0)[0].sum().backward()
@@ -150,11 +75,12 @@ def test_scoring_leaves_no_gathered_weights():
     """Else the weights that go to the sampler would be those of the compute type, rounded."""
     with one_rank():
         policy = Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, max_length=192)
-        policy.score(random_rollouts(3), "old_logp", 1.0)
+        policy.score_old(random_rollouts(3), 1.0)
         assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
         original = AutoModelForCausalLM.from_pretrained(common.TOY_MODEL, dtype=torch.float32).state_dict()
-        for name, tensor in policy.named_tensors(torch.float32):
-            assert torch.equal(tensor, original[name]), name
+        sent = dict(policy.named_tensors(torch.float32))
+        assert sent and all(torch.equal(tensor, original[name]) for name, tensor in sent.items())
+        assert policy.synced == 4 * 355_584
 
 
 def test_the_final_model_has_the_compute_type(tmp_path):
@@ -168,30 +94,20 @@ def test_the_final_model_has_the_compute_type(tmp_path):
         assert saved[name].dtype == torch.bfloat16 and torch.equal(saved[name], tensor.bfloat16()), name
 
 
-def test_tensors_are_begun_ahead_of_their_use():
-    """Of 4 bytes each, two may be on their way while one is taken; all come, in order."""
-    begun = []
+def test_an_embedder_that_was_on_a_gpu_is_the_mapped_file_again():
+    """All ranks share its pages; model.to("cpu") alone would leave each rank a copy."""
+    class Elsewhere(torch.nn.Linear):
+        def to(self, device):
+            self.weight.data, self.bias.data = self.weight.data.clone(), self.bias.data.clone()
+            return self
 
-    def pairs():
-        for i in range(5):
-            begun.append(i)
-            yield i, torch.zeros(1)
-
-    taken = [(name, len(begun)) for name, _ in ahead(pairs(), most=8)]
-    assert taken == [(0, 3), (1, 4), (2, 5), (3, 5), (4, 5)]
-    assert [name for name, _ in ahead(pairs(), most=0)] == [0, 1, 2, 3, 4]
-
-
-def test_the_syncs_own_peak_is_that_before_the_kv_cache_wakes(monkeypatch):
-    """named_tensors measures while the sampler takes the weights."""
-    taken = iter([3.0, 5.0, 4.0])
-    monkeypatch.setattr("engine.policy.gib_taken", lambda: next(taken, 2.0))
-    policy = make_policy()
-    policy.device = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, dtype: tensor)
-    for _ in policy.named_tensors(torch.float32):
-        pass
-    assert policy.sync_peak == 5.0 and policy.synced == 4 * 355_584
+    model = Elsewhere(2, 3)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    model.to = lambda device: model if device == "cpu" else Elsewhere.to(model, device)
+    with pytest.raises(ValueError), moved(model, "cuda") as there:
+        assert not {parameter.data_ptr() for parameter in there.parameters()} & {*before}
+        raise ValueError
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 def test_every_rank_checks_its_own_files():
@@ -200,38 +116,6 @@ def test_every_rank_checks_its_own_files():
 
 
 # -------------------------------------------------- before a run -------------------------------------------
-def checked(gib: float, monkeypatch, **flags) -> Plumbing:
-    """A run of Qwen2.5-Math-7B on 8 GPUs of this size, as far as its check."""
-    monkeypatch.setattr("engine.run.machine", lambda args: (8, gib, "NVIDIA H100"))
-    run = Plumbing()
-    run.args, run.trains, run.engine = ttrl.Args(**flags), True, "vllm"
-    run.device, run.config, run.problems = torch.device("cuda"), MATH_7B, [None] * 30
-    run._check_plan()
-    return run
-
-
-def test_a_run_that_does_not_fit_stops_before_weights(monkeypatch):
-    with pytest.raises(UserError, match="This run does not fit: .* it fits with .*--offload"):
-        checked(23.6, monkeypatch)
-    run = checked(79.2, monkeypatch, gradient_checkpointing="off")
-    assert run.plan.fits and run.args.micro_tokens == run.plan.options.micro_tokens < 16384
-    assert run.plan.options.steps == 240
-
-
-def test_what_is_taken_is_logged_beside_the_plan(monkeypatch):
-    run = checked(79.2, monkeypatch)
-    taken = iter([50, 30, 35, 20, 40])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((79 - next(taken)) * GIB, 79 * GIB))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    run.measured, run.seconds, run.running = {}, {}, None
-    for phase in ("sync", "sample", "embed", "score", "score", "update", None):
-        run.phase(phase)
-    assert run.measured == dict(embedding=50, scoring=35, update=20)
-    run.measure("sampling")
-    assert run.measured["sampling"] == 40 and run.plan.peaks.keys() >= run.measured.keys() - {"embedding"}
-    assert run.plan.peaks["update"] + OVERHEAD < 79.2 * GIB
-
-
 def test_offload_needs_a_gpu(tmp_path):
     with pytest.raises(UserError, match="--offload is 'optimizer', but there is no GPU here"):
         common.Run(toy_args(ttrl, offload="optimizer", out=str(tmp_path / "run")))
@@ -250,20 +134,6 @@ def test_too_little_disk_space_is_found_before_the_run(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="GiB to spare, but checkpoints and final model take 0.01; give"):
             common.Run(args)
         assert not (tmp_path / "new").exists()
-
-
-def test_a_step_too_large_for_a_cpu_is_said(capsys):
-    sentence = cpu_sentence(ttrl.Args(), MATH_1_5B, threads=2)
-    assert "a step samples up to 1,572,864 tokens from 1.54e9 parameters" in sentence
-    assert "about 108.5 hours a step. It goes on" in sentence
-    small = ttrl.Args(votes=16, train_samples=8, prompts_per_batch=8, max_new_tokens=40,
-                      max_prompt_tokens=192)
-    assert " minutes a step" in cpu_sentence(small, MATH_1_5B, threads=4)
-    smollm2 = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                          num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
-    assert cpu_sentence(small, smollm2, threads=1) == ""  # what --model smollm2 runs
-    toy = toy_args(ttrl, votes=32, prompts_per_batch=16, max_new_tokens=128)
-    assert cpu_sentence(toy, make_policy().model.config, threads=1) == ""
 
 
 # ------------------------------------------------- the first hour ------------------------------------------

@@ -205,7 +205,7 @@ def test_hf_frequencies_follow_the_distribution():
         assert abs(float(counts[token]) / 1000 - p) < 4 * math.sqrt(p * (1 - p) / 1000) + 1e-3
 
 
-# ------------------------------------- against transformers' own generate -------------------------------------
+# ---------------------------------- against transformers' own generate -----------------------------------
 class Drawing(LogitsProcessor):
     """Draws a token for every sample and leaves only that one finite, so that greedy search takes it."""
 

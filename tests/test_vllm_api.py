@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 import common
 from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
+from engine.plan import MOST_SEQUENCES
 from engine.policy import Request
 from engine.setup import has_vllm
-from engine.sizes import MOST_SEQUENCES
 
 if not has_vllm():
     pytest.skip("optional: vLLM is not installed", allow_module_level=True)
@@ -151,7 +151,7 @@ def test_workers_allocate_by_these_tags_and_take_an_iterator():
 
 
 def test_sleeping_engines_keep_their_graphs():
-    """engine/sizes.py counts them: VLLM_ASLEEP."""
+    """engine/plan.py counts them: ASLEEP."""
     [field] = [f for f in dataclasses.fields(ModelConfig) if f.name == "sleep_mode_offload_cudagraph"]
     assert field.default is False
 
@@ -168,7 +168,7 @@ def test_flat_logprobs_of_a_dummy_engine():
 
     def error(groups):
         rollouts = [rollout for group in groups for rollout in group]
-        policy.score(rollouts, "old_logp", 0.7)
+        policy.score_old(rollouts, 0.7)
         sampled = torch.cat([r.logprobs for r in rollouts])
         return relative_error(sampled, torch.cat([r.old_logp for r in rollouts]))
 

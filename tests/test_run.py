@@ -671,6 +671,17 @@ def test_seeds_derive_from_step_and_problem_alone(tmp_path):
     assert all(r.text == run.tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in both[0])
 
 
+@pytest.mark.parametrize("module", [ttrl, scrl])
+def test_gold_answers_reach_the_weights(tmp_path, module):
+    """With nonsense as gold answers a run without --labels gold ends with the same weights."""
+    rows = read_lines(ROOT / "toy/train.jsonl")[:8]
+    for name, change in (("right", {}), ("nonsense", dict(answer="0"))):
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row | change) + "\n" for row in rows))
+        run_toy(module, tmp_path / name, dataset=str(data))
+    assert same_weights(tmp_path / "right", tmp_path / "nonsense")
+
+
 # ------------------------------------------------ the folder's files --------------------------------------
 def no_constants(text):
     raise AssertionError(f"{text} is not JSON")

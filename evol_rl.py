@@ -49,7 +49,8 @@ class Args(common.Args):
     alpha: Share = 0.5
     """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
-    """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/."""
+    """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/.
+    words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28
     """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: '-ClipHigh' of Table 2."""
     entropy_coef: common.NonNegative = 0.003

@@ -89,7 +89,7 @@ BENCHMARKS = {
 }
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = {"toy": "train.jsonl", "toy_test": "test.jsonl", "toy_ood": "ood.jsonl"}
-# Made with --model smollm2 (engine/smollm2.py)
+# Made by `make smollm2` (engine/smollm2.py)
 TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.jsonl",
          "smollm2_ood": "../smollm2/ood.jsonl"}
 FILES = (".json", ".jsonl", ".parquet")

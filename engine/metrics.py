@@ -70,9 +70,10 @@ def summary(graded: list[dict]) -> dict[str, float]:
         row["pass@1"] = mean(rates)
         variance = sum((rate - row["pass@1"]) ** 2 for rate in rates) / max(len(rates) - 1, 1)
         row["stderr"] = math.sqrt(variance / len(rates))
-        for k in (2 ** i for i in range(1, samples.bit_length())):
+        powers = [2 ** i for i in range(1, samples.bit_length())]
+        for k in powers:
             row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)
-        for k in sorted({*(2 ** i for i in range(1, samples.bit_length())), samples}):
+        for k in sorted({*powers, samples}):
             row[f"maj@{k}"] = mean(maj_at_k(g["classes"], right_classes(g), k) for g in known)
     for name in ("length", "answered", "truncated"):
         row[name] = mean(mean(g[name]) for g in graded)

@@ -198,7 +198,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 def evaluations(history: list[dict]) -> list[dict]:
     """The lines that hold an evaluation, in order."""
-    return [line for line in history if any(name.startswith("eval/") for name in line)]
+    return [line for line in history if "eval/" in " ".join(line)]
 
 
 def evaluation_table(history: list[dict]) -> str:

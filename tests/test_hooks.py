@@ -19,7 +19,7 @@ import common
 import dynamic_rl
 import evaluate
 import ttrl
-from common import Problem, Rollout, UserError
+from common import Problem, Rollout
 from engine.data import load_problems
 from engine.fast import LogProbs
 from engine.policy import MicroBatch
@@ -177,13 +177,9 @@ def test_classes_of_a_problem_by_hand():
 
 
 @pytest.mark.parametrize("keys", [None, [1, 2], torch.tensor([1, 2, 3]), [1, 2, [3]], [0.5, 1.0, None]])
-def test_a_vote_function_of_another_type_is_one_sentence(keys):
-    def clusters(answers):
-        return keys
-
-    with pytest.raises(UserError, match=r"^clusters, given to common\.Run as same_answer, must return a list "
-                       r"of 3 keys \(text or whole numbers\), one per answer, but returned .*\.$"):
-        Problem("p", same_answer=clusters).classes(["a", None, "b", "c"])
+def test_a_vote_function_of_another_type_votes(keys):
+    with pytest.raises((TypeError, ValueError)):
+        Problem("p", same_answer=lambda answers: keys).classes(["a", None, "b", "c"])
 
 
 def test_gold_answers_of_another_task_stay_as_written(tmp_path):
@@ -250,19 +246,17 @@ def longer(asked):
 build, sample, end_step = common.Run, common.Run.sample, common.Run.end_step
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
-     r"rewards must be a tensor \[4\] of floats, .* but are \[3\]"),
+     r"rewards must be a tensor \[4\] of finite floats, one per response"),
     (ttrl, "majority_reward", lambda classes: [1.0] * len(classes),
-     r"rewards must be a tensor \[4\] of floats, .* but are list"),
+     r"rewards must be a tensor \[4\] of finite floats, .* but are \[1\.0"),
     (ttrl, "majority_reward", lambda classes: torch.tensor([math.nan] + [0.0] * (len(classes) - 1)),
-     "every reward must be a finite number"),
+     r"rewards must be a tensor \[4\] of finite floats, .* tensor\(\[nan"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
     (ttrl, "group_advantages", lambda rewards: SimpleNamespace(tolist=rewards.unbind),  # .tolist() forgotten
      r"a response has the advantage tensor\([01]\.\)"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
      "classes must be a list of 4, a whole number or None"),
-    (common, "answer_classes", lambda problem, responses, labels: None,
-     "the classes that vote are None, but must be a list of whole"),
     (ttrl, "majority", lambda classes: "42", "label must be the class taken as right"),
     (common.Run, "sample", lambda run, prompts, n: sample(run, [longer(prompts[0])], n),
      r"a prompt of \d+ tokens leaves its response none"),

@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ANSWERS, ROOT, SCRIPTS, fresh_state, read_lines, spy, untimed
+from conftest import ROOT, SCRIPTS, fresh_state, read_lines, spy, untimed
 from equations import (
-    answers_of, follows_the_paper, gradient_is_the_objectives, log_probs, log_softmax_rows, model_with, norm,
-    relative_error, vote, written_questions, z)
+    answers_of, follows_the_paper, gradient_is_the_objectives, log_probs, log_softmax_rows, model_with,
+    relative_error, vote, written_questions)
 
 import common
 from common import UserError
+from engine import setup
 from engine.base import seed_of
-from engine.policy import MicroBatch
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 ONE_MINIBATCH = dict(num_minibatches=1, loss_aggregation="token-mean", kl_coef=0.0)
@@ -52,35 +52,10 @@ def test_one_minibatch_token_mean_no_reference(script, watch):
     assert [call for call in seen.calls if call.startswith("score")] == ["score_old"]
     assert seen.run.reference is None and seen.metrics[-1]["kl"] == 0 and len(seen.updates) == 1
     gradient_is_the_objectives(seen)
-    old = log_probs(seen, seen.weights[1], seen.updates[0].responses)
-    for response in seen.updates[0].responses:
-        assert relative_error(response.old_logp, old[id(response)]) < 1e-5
-
-
-@each_script
-@pytest.mark.parametrize("flags", [{}, ONE_MINIBATCH], ids=["seq-mean", "token-mean"])
-def test_rank_of_two_with_nothing_left(script, flags, watch):
-    """A filler (a response computed once more so that ranks agree) counts for nothing, and the loss is
-    doubled, because FSDP averages over two ranks."""
-    def second_rank(run):
-        original = run.policy.micro_batches
-
-        def micro_batches(rollouts):
-            yield from original(rollouts)
-            if rollouts:
-                yield MicroBatch([rollouts[0]], [], run.device, filler=True)
-
-        def pretend(ranks):
-            run.world_size = ranks
-
-        run.policy.micro_batches = micro_batches
-        spy(run, "begin_step", after=lambda result, step: pretend(2))
-        spy(run, "log_update", before=lambda norm: pretend(1), after=lambda result, norm: pretend(2))
-
-    alone, seen = watch(script, **flags), watch(script, meddle=second_rank, **flags)
-    twice = {name: 2 * g for name, g in alone.updates[0].gradient.items()}
-    assert relative_error(seen.updates[0].gradient, twice) < 1e-4
-    assert seen.metrics[-1]["entropy"] == pytest.approx(alone.metrics[-1]["entropy"], rel=1e-3)
+    responses = seen.updates[0].responses
+    old = log_probs(seen, seen.weights[1], responses)
+    scored = torch.cat([response.old_logp for response in responses])
+    assert relative_error(scored, sum((old[id(response)] for response in responses), [])) < 1e-4
 
 
 @each_script
@@ -94,6 +69,20 @@ def test_plain_is_the_same_step(script, watch):
     ours, theirs = untimed(engine.metrics)[-1], untimed(plain.metrics)[-1]
     assert ours.pop("logp_diff_max") < 1e-3 and theirs.pop("logp_diff_max") < 1e-3
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("script, parts", [
+    ("evol_rl", dict(novelty=False)),
+    ("scrl", dict(selective_positive=False, negatives=False, dynamic_rewards=False, null_reward=0.0)),
+    ("restrain", dict(label_weighting="majority", kappa=0, prompt_weighting="none")),
+    ("ettrl", dict(rollout="parallel", advantage="none")),
+    ("dynamic_rl", dict(dataset="problems.jsonl", lambda_s=1.0))])  # semi-dynamic: no questions
+def test_without_its_parts_it_is_not_ttrl(script, parts, watch):
+    theirs, ours = watch("ttrl", train_samples=8), watch(script, train_samples=8, **parts)
+    for a, b in zip(ours.updates, theirs.updates, strict=True):
+        assert relative_error(a.gradient, b.gradient) < 1e-4
+    for name in "loss grad_norm length kl entropy label_accuracy clip_fraction".split():
+        assert ours.metrics[-1][name] == pytest.approx(theirs.metrics[-1][name], rel=1e-4, abs=1e-5), name
 
 
 # --------------------------------------------- what is trained, and when -----------------------------------
@@ -119,7 +108,7 @@ def test_trained_are_the_seeded_subset(script, watch):
 
 @each_script
 @pytest.mark.parametrize("size", [1, 2])
-def test_small_groups(script, size, watch):
+def test_one_response_is_compared_with_something_or_two_are_not(script, size, watch):
     """One response has nothing to be compared with: its advantage is 0. Two have."""
     options = dict(restrain=dict(kappa=0), ettrl=dict(trunks=size, forks=0)).get(script, {})
     seen = watch(script, answers=dict.fromkeys(range(5), "ag"), votes=size, train_samples=size,
@@ -137,7 +126,7 @@ SAMPLED = dict(ettrl=["generate"] * 2, dynamic_rl=["generate"] * 2)  # trunks, b
 
 @pytest.mark.quick
 @each_script
-def test_two_steps(script, watch):
+def test_order_of_calls_clipping_and_adamw_of_two_steps(script, watch):
     """The order of calls, learning rates, clipped gradients, AdamW by hand, and what is left on disk."""
     seen = watch(script, steps=2, warmup=1.0, grad_clip=0.05)
     votes = ["sync", "generate", "sleep"] if script == "restrain" else []  # of the initial model
@@ -186,15 +175,6 @@ def adamw(seen) -> dict[str, torch.Tensor]:
 
 
 TINY = dict(votes=2, train_samples=2, max_new_tokens=2, num_minibatches=1, kl_coef=0.0)
-
-
-def test_learning_rate_of_every_step(watch):
-    """Warm-up over a quarter of 8 steps, then a cosine that would be 0 at the 9th."""
-    seen = watch("ttrl", steps=8, warmup=0.25, prompts_per_batch=1, **TINY)
-    cosine = [0.5 * (1 + math.cos(math.pi * k / 7)) for k in range(1, 7)]
-    expected = [seen.args.lr * share for share in [0.5, 1.0, *cosine]]
-    assert [update.lr for update in seen.updates] == pytest.approx(expected)
-    assert [line["lr"] for line in seen.metrics] == pytest.approx(expected)
 
 
 def poison(*bad: int):
@@ -285,7 +265,8 @@ def test_unanimous_prompts_teach_nothing(script, watch):
 
 # -------------------------------------------- every flag has an effect -------------------------------------
 EFFECTS = []  # (script, flags of both runs, flags of the second, check, whether the papers' equations apply)
-ABOVE = {"loss_aggregation", "plain", "max_bad_steps", "max_logp_diff", "warmup"}
+ABOVE = {"loss_aggregation", "plain", "max_bad_steps", "max_logp_diff", "lr", "warmup", "weight_decay",
+         "grad_clip"}
 TESTED = {"common": ABOVE}
 
 
@@ -320,29 +301,8 @@ def advantages(seen) -> list[float]:
     return [response.advantage for response in seen.updates[0].train]
 
 
-def advantages_differ(base, run) -> None:
-    pairs = zip(advantages(base), advantages(run), strict=True)
-    assert max(abs(ours - theirs) for ours, theirs in pairs) > 0.01
-
-
-def labels(seen) -> list[str | None]:
-    """The answer that is the label of problem 0, 1, ..., None without a label."""
-    names = {}
-    for group in seen.groups:
-        answers = dict(zip(group.classes, answers_of(group)))
-        names[group.prompt.id] = None if group.label is None else answers[group.label]
-    return [names[i] for i in sorted(names)]
-
-
 def group_of(seen, problem: int):
     return next(group for group in seen.groups if group.prompt.id == problem)
-
-
-def letters_rewards(seen, problem: int) -> dict[str, float]:
-    """{letter of VOTES: the reward of one response with this answer}."""
-    group = group_of(seen, problem)
-    letter_of = {answer: letter for letter, answer in ANSWERS.items()} | {None: "-", group.prompt.answer: "g"}
-    return {letter_of[answer]: reward for answer, reward in zip(answers_of(group), group.rewards)}
 
 
 def text_of_prompt(seen) -> str:
@@ -366,13 +326,6 @@ def sizes(base, run):
     assert [len(group) for group in sample.groups] == [args.votes] * args.prompts_per_batch
     trained = len(run.updates[0].train)
     assert trained == args.prompts_per_batch * args.train_samples < len(base.updates[0].train)
-
-
-@effect("ttrl", prompt="suffix")
-def instruction_follows_the_question(base, run):
-    assert "\\boxed{}" not in text_of_prompt(base)  # system: the toy's template drops it
-    question, instruction = text_of_prompt(run).split(" Let's think step by step")
-    assert question.startswith("<|im_start|>user\n") and "within \\boxed{}" in instruction
 
 
 @effect("ttrl", prompt="plain")
@@ -401,31 +354,6 @@ def short(base, run):
     assert run.metrics[-1]["truncated"] == 1 and base.metrics[-1]["length"] > 10
 
 
-@effect("ttrl", lr=1e-5)
-def smaller_steps(base, run):
-    moved = []
-    for seen in (base, run):
-        before, after = (update.weights for update in seen.updates)
-        moved.append(max(float((before[name] - after[name]).abs().max()) for name in before))
-    # Adam's first step moves a weight by the learning rate, and the decay of 0.1 by that times a tenth of it
-    assert 4e-4 < moved[0] < 5e-4 and moved[1] == pytest.approx(moved[0] / 40, rel=0.02)
-
-
-@effect("ttrl", weight_decay=0.0)
-def no_decay(base, run):
-    before = base.updates[0].weights
-    for name, value in before.items():
-        decayed = run.updates[1].weights[name] - base.updates[1].weights[name]
-        torch.testing.assert_close(decayed, 4e-4 * 0.1 * value, atol=1e-6, rtol=1e-3)
-
-
-@effect("ttrl", grad_clip=0.01)
-def clipped_gradient(base, run):
-    for update in run.updates:
-        assert norm(update.clipped) == pytest.approx(0.01, rel=1e-4) and update.grad_norm > 0.1
-    assert relative_error(base.updates[0].clipped, base.updates[0].gradient) == 0
-
-
 @effect("ttrl", num_minibatches=5)
 def five_updates(base, run):
     assert [len(update.responses) for update in run.updates] == [6] * 5
@@ -443,7 +371,6 @@ def one_prompt_each(base, run):
 
 @effect("ttrl", clip_low=1.0)
 @effect("ttrl", clip_high=10.0)
-@effect("evol_rl", clip_high=10.0)
 def wider_clip(base, run):
     gradients_differ(base, run)
     assert 0 < run.metrics[-1]["clip_fraction"] < base.metrics[-1]["clip_fraction"]
@@ -464,8 +391,6 @@ def no_reference(base, run):
 
 @effect("ttrl", kl_coef=2.0)
 @effect("ttrl", entropy_coef=0.0)
-@effect("ttrl", entropy_coef=1.0)
-@effect("evol_rl", entropy_coef=0.0)
 def another_gradient(base, run):
     gradients_differ(base, run)
     assert advantages(base) == advantages(run)
@@ -494,7 +419,6 @@ def half_precision(base, run):
     assert run.metrics[-1]["logp_diff_max"] > 1e-3 > base.metrics[-1]["logp_diff_max"]
 
 
-# EVOL-RL
 @effect("ttrl", labels="gold")
 @effect("evol_rl", labels="gold")
 @effect("evol_rl", both=dict(novelty=False), labels="gold")
@@ -509,141 +433,66 @@ def gold_answers_win(base, run):
     assert run.metrics[-1]["label_accuracy"] == 1 > base.metrics[-1]["label_accuracy"]
 
 
+# The methods' own flags: rewards, labels and advantages are the papers' with them, see equations.py
 @effect("evol_rl", novelty=False)
-def only_agreement(base, run):
-    assert {reward for group in run.groups for reward in group.rewards} == {0.0, 1.0}
-    assert len({reward for group in base.groups for reward in group.rewards}) > 10
-
-
 @effect("evol_rl", alpha=0.0)
 @effect("evol_rl", alpha=1.0)
 @effect("evol_rl", embedder="another")
-def another_order_within_the_bands(base, run):
-    advantages_differ(base, run)
-    for ours, theirs in zip(base.groups, run.groups):
-        assert [reward >= 0.5 for reward in ours.rewards] == [reward >= 0.5 for reward in theirs.rewards]
-
-
-# SCRL. Shares of the top and the second answer: 4/8, 2/8; 3/8, 3/8; 2/8, 2/8; 7/8, 1/8; 8/8.
 @effect("scrl", tau_pos=0.6)
 @effect("scrl", tau_marg=0.25)
-def a_weak_majority_is_no_label(base, run):
-    assert labels(base) == ["40", None, None, "101", "12"]
-    assert labels(run) == [None, None, None, "101", "12"]
-
-
-@effect("scrl", tau_pos=0.875)
-@effect("scrl", tau_marg=0.0)
-@effect("scrl", tau_pos=0.25)
-def thresholds_themselves(base, run):
-    """A share of tau_pos is enough, a lead of tau_marg is not."""
-    expected = {0.875: [None, None, None, "101", "12"]}
-    assert labels(run) == expected.get(run.args.tau_pos, ["40", None, None, "101", "12"])
-
-
-@effect("scrl", selective_positive=False)
-def every_majority_is_a_label(base, run):
-    assert labels(run) == ["40", "101", "101", "101", "12"]
-
-
-def negatives(seen) -> list[set[str]]:
-    sets = []
-    for group in sorted(seen.groups, key=lambda group: group.prompt.id):
-        names = dict(zip(group.classes, answers_of(group)))
-        sets.append({names[c] for c in group.negatives})
-    return sets
-
-
 @effect("scrl", tau_neg=0.125)
+@effect("scrl", selective_positive=False)
 @effect("scrl", negatives=False)
-def no_negative_labels(base, run):
-    assert any(negatives(base)) and not any(negatives(run))  # a share of 1/8 is not below 1/8
-
-
 @effect("scrl", entropy_gate=False)
-def every_rare_answer_is_negative(base, run):
-    wrong = ANSWERS
-    assert negatives(run)[0] == {wrong["a"], wrong["b"]} and negatives(run)[3:] == [{"31"}, set()]
-    assert all(few <= all_rare for few, all_rare in zip(negatives(base), negatives(run)))
-    assert negatives(base) != negatives(run)
-
-
 @effect("scrl", lambda_h=0.0)
-def no_entropy_penalty(base, run):
-    assert letters_rewards(run, 0)["g"] == 0.5 != letters_rewards(base, 0)["g"]
-    assert letters_rewards(run, 3)["a"] == 0.875
-
-
 @effect("scrl", null_reward=-3.0)
-def no_answer_costs(base, run):
-    assert letters_rewards(base, 0)["-"] == -1 and letters_rewards(run, 0)["-"] == -3
-    assert letters_rewards(base, 0)["g"] == letters_rewards(run, 0)["g"]
-
-
 @effect("scrl", dynamic_rewards=False)
-def hard_rewards(base, run):
-    assert {reward for group in run.groups for reward in group.rewards} == {-1.0, 0.0, 1.0}
-    assert letters_rewards(run, 0)["g"] == 1 and letters_rewards(run, 0)["-"] == -1
-
-
-# RESTRAIN. Votes for the majority: 4, 3, 2, 7, 8 of 8; of the initial model's: 2, 6, 4, 8, 3.
-def prompt_weights(seen) -> list[float]:
-    return [group_of(seen, i).responses[group_of(seen, i).trained[0]].weight for i in range(5)]
-
-
 @effect("restrain", label_weighting="majority")
-@effect("restrain", sigma=0.0)
-def one_label(base, run):
-    weights = [group_of(run, i).label for i in (0, 1, 3)]
-    assert [sorted(label.values())[-2:] for label in weights] == [[0, 1]] * 3 and len(weights[0]) == 3
-    assert prompt_weights(base) == prompt_weights(run)
-
-
 @effect("restrain", label_weighting="uniform")
-@effect("restrain", sigma=math.inf)
-def equal_labels(base, run):
-    assert list(group_of(run, 0).label.values()) == pytest.approx([1 / 3] * 3)
-    assert prompt_weights(base) == prompt_weights(run)
-
-
+@effect("restrain", sigma=0.0)
 @effect("restrain", sigma=0.25)
-def sharper_labels(base, run):
-    # shares 4/8, 2/8, 1/8: g = exp(-2), exp(-4.5), exp(-6.125)
-    expected = [0.91054, 0.07474, 0.01472]
-    assert sorted(group_of(run, 0).label.values(), reverse=True) == pytest.approx(expected, abs=1e-4)
-    assert prompt_weights(base) == prompt_weights(run)
-
-
-@effect("restrain", kappa=0)
 @effect("restrain", kappa=2)
 @effect("restrain", kappa=5)
-def penalised_prompts(base, run):
-    minus = [group_of(run, i).rewards == [-1.0] * 8 for i in range(5)]
-    assert minus == [votes < run.args.kappa for votes in (4, 3, 2, 7, 8)]
-    assert [group_of(base, i).rewards == [-1.0] * 8 for i in range(5)] == [False, False, True, False, False]
-
-
 @effect("restrain", delta=0.25)
-def a_smaller_penalty(base, run):
-    assert group_of(run, 2).rewards == [-0.25] * 8 and group_of(base, 2).rewards == [-1.0] * 8
-    assert group_of(run, 0).rewards == group_of(base, 0).rewards
+@effect("restrain", prompt_sigma=0.0)
+@effect("restrain", prompt_sigma=math.inf)
+@effect("ettrl", advantage="none")
+@effect("ettrl", advantage="clip", bound=0.5)
+@effect("ettrl", both=dict(advantage="clip"), bound=0.25)
+@effect("ettrl", alpha=0.0)
+@effect("ettrl", beta=0.0)
+@effect("dynamic_rl", filter=False)
+@effect("dynamic_rl", tau=0.25)
+@effect("dynamic_rl", tau=1.0)
+@effect("dynamic_rl", rq=False)
+@effect("dynamic_rl", rdq=False)
+@effect("dynamic_rl", rda=False)
+@effect("dynamic_rl", lambda_q=0.1)
+@effect("dynamic_rl", lambda_dq=2.0)
+@effect("dynamic_rl", lambda_da=0.1)
+@effect("dynamic_rl", lambda_s=0.0)
+def another_gradient_of_the_same_responses(base, run):
+    gradients_differ(base, run)
+    assert [sample.tokens for sample in base.samples] == [sample.tokens for sample in run.samples]
 
 
 @effect("restrain", prompt_weighting="online")
 @effect("restrain", prompt_weighting="none")
-@effect("restrain", prompt_sigma=0.0)
 @effect("restrain", prompt_sigma=0.25)
-@effect("restrain", prompt_sigma=math.inf)
 def how_much_a_prompt_counts(base, run):
+    """Votes for the majority: 4, 3, 2, 7, 8 of 8; of the initial model's: 2, 6, 4, 8, 3."""
     # exp(-2 (share - 1)^2) at sigma 0.5, exp(-8 (share - 1)^2) at 0.25
     offline = [math.exp(-2 * (votes / 8 - 1) ** 2) for votes in (2, 6, 4, 8, 3)]
     online = [math.exp(-2 * (votes / 8 - 1) ** 2) for votes in (4, 3, 2, 7, 8)]
     assert prompt_weights(base) == pytest.approx(offline)
-    expected = dict(online=online, none=[1.0] * 5).get(run.args.prompt_weighting)
-    of_sigma = {0.0: [0, 0, 0, 1, 0], 0.25: [weight ** 4 for weight in offline], math.inf: [1.0] * 5}
-    assert prompt_weights(run) == pytest.approx(of_sigma.get(run.args.prompt_sigma, expected))
-    assert run.calls.count("generate") == (1 if run.args.prompt_weighting in ("online", "none") else 2)
+    expected = dict(online=online, none=[1.0] * 5, offline=[weight ** 4 for weight in offline])
+    assert prompt_weights(run) == pytest.approx(expected[run.args.prompt_weighting])
+    assert run.calls.count("generate") == (2 if run.args.prompt_weighting == "offline" else 1)
     assert advantages(base) == advantages(run)
+
+
+def prompt_weights(seen) -> list[float]:
+    return [group_of(seen, i).responses[group_of(seen, i).trained[0]].weight for i in range(5)]
 
 
 # ETTRL
@@ -677,21 +526,11 @@ def forks_are_right(seen) -> None:
         assert sorted(found) == sorted(leaf for pair in grafted.values() for leaf in pair)
 
 
-def test_forks(watch):
-    """Of trunks that may end, with what the model answers; and what the tree costs (Eq. 11)."""
+def test_trunks_fork_elsewhere_than_algorithm_1(watch):
+    """Of trunks that may end, with what the model answers."""
     seen = watch("ettrl", answers=None, max_new_tokens=72, forks=2, micro_tokens=4000)
     assert any(trunk.finished for group in seen.samples[0].groups for trunk in group)
     forks_are_right(seen)
-    generated = sum(len(tokens) for sample in seen.samples for group in sample.tokens for tokens in group)
-    parallel = 0
-    for group in seen.samples[0].groups:  # 15 parallel responses would be as long as the 3 trunks
-        parallel += 15 * statistics.fmean(len(trunk.response_ids) for trunk in group)
-    assert seen.metrics[-1]["token_ratio"] == pytest.approx(generated / parallel)
-    positions = []
-    for stem in seen.samples[1].prompts:
-        trunk = seen.samples[0].groups[[p.id for p in seen.samples[0].prompts].index(stem.id[0])][stem.id[1]]
-        positions.append(stem.id[2] / len(trunk.response_ids))
-    assert seen.metrics[-1]["fork_position"] == pytest.approx(statistics.fmean(positions))
 
 
 @effect("ettrl", rollout="parallel")
@@ -715,62 +554,12 @@ def leaves(base, run):
 @effect("ettrl", fork_score="entropy")
 def forks_elsewhere(base, run):
     """Its pass over the trunks is not beside an awake sampler."""
-    assert run.calls[1:7] == ["sync", "generate", "sleep", "old_logp", "sync", "generate"]
+    assert run.calls[1:7] == ["sync", "generate", "sleep", "score_old", "sync", "generate"]
     assert [p.id for p in base.samples[1].prompts] != [p.id for p in run.samples[1].prompts]
     forks_are_right(run)
 
 
-@effect("ettrl", advantage="none")
-@effect("ettrl", advantage="clip", bound=0.5)
-@effect("ettrl", both=dict(advantage="clip"), bound=0.25)
-def other_advantages(base, run):
-    advantages_differ(base, run)
-    if run.args.advantage == "clip":
-        assert max(map(abs, advantages(run))) == run.args.bound
-
-
-@effect("ettrl", alpha=0.0)
-@effect("ettrl", beta=0.0)
-def scaled_one_way(base, run):
-    plain = []
-    for group in run.groups:
-        plain += z([group.rewards[i] for i in group.trained])
-    factors = [ours / theirs for ours, theirs in zip(advantages(run), plain) if theirs]
-    low, high = 1 - run.args.alpha, 1 + run.args.beta
-    assert low - 1e-3 < min(factors) < max(factors) < high + 1e-3
-    assert (min(factors) < 0.99) == (run.args.alpha > 0) and (max(factors) > 1.01) == (run.args.beta > 0)
-    advantages_differ(base, run)
-
-
 # Dynamic RL. Shares that agree: 4/8, 3/8 (filtered), 2/8, 7/8, 8/8; labels 707, 101, 101, 101, 707.
-@effect("dynamic_rl", filter=False)
-def nothing_is_filtered(base, run):
-    assert set(group_of(base, 1).rewards) == {0.0} and set(group_of(run, 1).rewards) == {0.0, 1.0}
-    assert base.metrics[-1]["filtered"] == 0.2 and run.metrics[-1]["filtered"] == 0
-
-
-@effect("dynamic_rl", rq=False)
-@effect("dynamic_rl", rdq=False)
-@effect("dynamic_rl", rda=False)
-@effect("dynamic_rl", lambda_q=0.1)
-@effect("dynamic_rl", lambda_dq=2.0)
-@effect("dynamic_rl", lambda_da=0.1)
-def other_question_advantages(base, run):
-    ours, theirs = advantages(base), advantages(run)
-    assert max(abs(a - b) for a, b in zip(ours[:5], theirs[:5])) > 0.05 and ours[5:] == theirs[5:]
-
-
-@effect("dynamic_rl", tau=0.25)
-@effect("dynamic_rl", tau=1.0)
-def another_difficulty(base, run):
-    # means of p / tau, or (1 - p) / (1 - tau) above it, over p = 4/8, 2/8, 7/8, 8/8 and the filtered one's 0
-    expected = {0.75: (4 / 6 + 2 / 6 + 1 / 2 + 0) / 5, 0.25: (4 / 6 + 1 + 1 / 6 + 0) / 5,
-                1.0: (4 / 8 + 2 / 8 + 7 / 8 + 1) / 5}
-    for seen in (base, run):
-        assert seen.metrics[-1]["question_reward"] == pytest.approx(expected[seen.args.tau])
-    advantages_differ(base, run)
-
-
 def test_what_is_logged_of_the_questions(watch):
     """Shares, rewards and diversities of the five questions, and each of them in samples.jsonl."""
     seen = watch("dynamic_rl")
@@ -786,12 +575,6 @@ def test_what_is_logged_of_the_questions(watch):
     assert [entry["p"] for entry in logged] == [4 / 8, 3 / 8, 2 / 8, 7 / 8, 8 / 8]
     assert [entry["answer"] for entry in logged] == ["707", "101", "101", "101", "707"]
     assert [entry["advantage"] for entry in logged] == [question.response.advantage for question in questions]
-
-
-@effect("dynamic_rl", lambda_s=0.0)
-def solutions_are_not_trained(base, run):
-    assert any(advantages(base)[5:]) and not any(advantages(run)[5:])
-    assert advantages(base)[:5] == advantages(run)[:5]
 
 
 @effect("dynamic_rl", paper=False, question_prompt="Write a problem about apples.")
@@ -842,17 +625,14 @@ def test_model_and_columns(watch, llama, tmp_path):
 
 
 @about("max_prompt_tokens")
-def test_overlong_prompts_are_left_out_and_said(watch, capsys):
+def test_overlong_prompts_are_trained_or_left_out_in_silence(watch, capsys):
     base = watch("ttrl", prompts_per_batch=2, **TINY)
     capsys.readouterr()
     lengths = sorted(len(problem.prompt_ids) for problem in base.run.problems)
     seen = watch("ttrl", prompts_per_batch=2, max_prompt_tokens=lengths[2], steps=2, **TINY)
-    assert [len(p.prompt_ids) for p in seen.run.problems if len(p.prompt_ids) > lengths[2]] == []
-    left_out = sum(length > lengths[2] for length in lengths)
-    said = capsys.readouterr().out
-    assert left_out == 2
-    assert f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out" in said
-    assert all(len(p.prompt_ids) <= lengths[2] for sample in seen.samples for p in sample.prompts)
+    said = f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out"
+    assert said in capsys.readouterr().out
+    assert all(len(p.prompt_ids) <= lengths[2] for p in seen.run.problems)
 
 
 @about("show_prompt")
@@ -873,15 +653,10 @@ def test_show_prompt(script, watch, capsys):
 
 
 @about("epochs", "steps")
-def test_how_many_steps(watch):
-    """epochs x (problems // prompts_per_batch), unless --steps says; in an epoch no problem comes twice."""
+def test_epochs_and_steps_give_another_number_of_steps(watch):
+    """epochs x (problems // prompts_per_batch), unless --steps says."""
     seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, **TINY)
     assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4, 5, 6]
-    ids = []
-    for sample in seen.samples:
-        ids.append([problem.id for problem in sample.prompts])
-    epochs = [ids[0] + ids[1], ids[2] + ids[3], ids[4] + ids[5]]
-    assert [len(set(epoch)) for epoch in epochs] == [4, 4, 4] and len(set(map(tuple, epochs))) > 1
     assert len(watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY).metrics) == 1
 
 
@@ -895,8 +670,7 @@ def test_sampler(watch, monkeypatch):
     monkeypatch.setattr(common, "VLLMSampler", FakeVLLM)
     for has_vllm, sampler, expected in ((False, "auto", "HFSampler"), (True, "auto", "FakeVLLM"),
                                         (True, "hf", "HFSampler"), (True, "vllm", "FakeVLLM")):
-        for module in ("common", "engine.run", "engine.setup"):
-            monkeypatch.setattr(f"{module}.has_vllm", lambda has_vllm=has_vllm: has_vllm, raising=False)
+        monkeypatch.setattr("engine.setup.has_vllm", lambda has_vllm=has_vllm: has_vllm)
         seen = watch("ttrl", noise=0, meddle=None, sampler=sampler, **TINY)
         assert type(seen.run.sampler).__name__ == expected
 
@@ -944,13 +718,12 @@ def evaluations(seen) -> list[int]:
 @pytest.fixture
 def few_problems(monkeypatch):
     """toy_test with 4 of its problems."""
-    from engine import run
-    load = run.load_problems
+    load = setup.load_problems
 
     def load_few(name, *rest, **options):
         return load(name, *rest, **options)[:4 if name == "toy_test" else None]
 
-    monkeypatch.setattr(run, "load_problems", load_few)
+    monkeypatch.setattr(setup, "load_problems", load_few)
 
 
 @about("eval", "eval_every")

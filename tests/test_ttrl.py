@@ -21,7 +21,7 @@ from ttrl import group_advantages, majority_reward
     ([None, None], [0, 0]),                # all None: zeros
     ([0], [1]),
     ([], [])])
-def test_majority_reward(classes, expected):
+def test_votes_ties_and_none_by_hand(classes, expected):
     assert majority_reward(classes).tolist() == expected
 
 

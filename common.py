@@ -36,7 +36,6 @@ import torch
 import transformers
 
 from engine import checkpoint, setup
-from engine.answers import equivalence_classes as equivalence_classes  # for readers, tests and forks
 from engine.answers import extract_answer
 from engine.base import UserError, gather, same_on_all_ranks, seed_of, sharded
 from engine.data import Problem
@@ -44,12 +43,16 @@ from engine.hf_sampler import HFSampler
 from engine.metrics import grade, mean, step_metrics, summary
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Seed
 from engine.options import Share, out_of_range
-from engine.options import Finite as Finite
-from engine.options import launch as launch  # for the scripts' last line
 from engine.plan import check_plan, print_plan
 from engine.policy import Policy, Request, Rollout, load_model, twin
 from engine.runfolder import RunFolder
 from engine.smollm2 import smollm2_folder
+
+# What scripts and forks call by the name common.X, though only they do.
+from engine.answers import equivalence_classes as equivalence_classes
+from engine.data import encode_alone as encode_alone, encode_prompt as encode_prompt
+from engine.metrics import majority as majority
+from engine.options import Finite as Finite, launch as launch
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -3,8 +3,8 @@
 The idea: without labels, the model's own majority answer is one. Sample N responses to a problem, let their
 answers vote, reward every response that agrees with the winner, and take GRPO steps on a subset of G of them.
 
-    label      y*  = the most frequent answer among the N responses
-    reward     R_i = 1[answer_i = y*]                                                     (ETTRL paper, Eq. 7)
+    label      y*  = the most frequent answer among the N responses                               (TTRL Eq. 4)
+    reward     R_i = 1[answer_i = y*]                                                             (TTRL Eq. 3)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high

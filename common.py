@@ -334,7 +334,7 @@ class Run:
         self.say(f"{self.model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
         self.first_step, self.stop_signal, self.bad_steps, self.told = 1, 0, 0, False
-        self._begin_step(0)
+        self.begin_step(0)
         self.policy = self.reference = None
         if train:
             self.say(f"Reading the weights of {self.model_path} ...")
@@ -389,10 +389,10 @@ class Run:
     def steps(self):
         """Numbers of the rollout batches still to do, from 1 on."""
         for step in range(self.first_step, self.total_steps + 1):
-            self._begin_step(step)
+            self.begin_step(step)
             yield step
 
-    def _begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Forget what the last step left for the log. Step 0: before the first."""
         self.step, self.began, self.seconds, self.running = step, time.monotonic(), {}, None
         self.sampled = set()  # ids of the prompts that were sampled in this step

@@ -483,13 +483,11 @@ def test_hostile_answers():
     Path(SENTINEL).unlink(missing_ok=True)
     answers_equal("\\sqrt{2}", "\\sqrt{3}")  # the worker runs
     assert len(HOSTILE) >= 60
-    start = time.monotonic()
     classes = equivalence_classes(HOSTILE)
-    took = time.monotonic() - start
-    assert took < 10, f"{len(HOSTILE)} hostile answers took {took:.1f} s"
-    start = time.monotonic()
+    assert len(formulas.given_up & set(HOSTILE)) <= 8  # of a second each
+    computed = formulas._computed.cache_info().misses
     assert equivalence_classes(HOSTILE) == classes
-    assert time.monotonic() - start < 0.5  # remembered, time-outs included
+    assert formulas._computed.cache_info().misses == computed  # remembered, those given up included
     assert not Path(SENTINEL).exists()
     assert answers_equal("\\sqrt{8}", "2\\sqrt{2}")  # still at work
 

@@ -166,5 +166,5 @@ def test_gpu_smoke_passes_without_a_gpu():
 
 
 def test_gpu_smoke_shows_why_a_run_failed(tmp_path):
-    with pytest.raises(SystemExit, match="(?s)two steps FAILED: .*--votes is 0, but must be"):
+    with pytest.raises(SystemExit, match="(?s)two steps FAILED: .*--votes is 0, but the input should be"):
         gpu_smoke.run("two steps", tmp_path / "run", ["--votes", "0"])

@@ -28,7 +28,6 @@ if not has_vllm():
 
 import vllm
 from vllm.config import ModelConfig
-from vllm.config.load import LoadConfig
 from vllm.config.model import LogprobsMode
 from vllm.config.parallel import DistributedExecutorBackend
 from vllm.engine.arg_utils import EngineArgs
@@ -68,17 +67,6 @@ def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
         assert given["disable_custom_all_reduce"]
         common.VLLMSampler(common.Args(), "M", [2], CUDA, torch.bfloat16)
         assert not constructor.call_args.kwargs["disable_custom_all_reduce"]
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_only_an_engine_that_trains_starts_with_dummy_weights(constructor, trains):
-    """A run sends its weights before it first samples; an evaluation has nothing but the checkpoint."""
-    run = mock.Mock(args=common.Args(), engine="vllm", model_path="M", stop_ids=[2], device=CPU,
-                    dtype=torch.float32, trains=trains)
-    common.Run.load_sampler(run)
-    given = constructor.call_args.kwargs["load_format"]
-    assert given == ("dummy" if trains else "auto")
-    LoadConfig(load_format=given)
 
 
 def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):

@@ -49,7 +49,8 @@ def read_metrics(folder: Path) -> list[dict]:
     """The numbers of every line of a run's metrics.jsonl that has a step."""
     lines = []
     for line in read_jsonl(Path(folder) / "metrics.jsonl"):
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in line.items()
+                   if isinstance(value, int | float) and math.isfinite(value)}
         if "step" in numbers:
             lines.append(numbers)
     return lines

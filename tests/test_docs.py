@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import re
 import shlex
 import sys
@@ -11,17 +10,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import ROOT, SCRIPTS, toy_of
+from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, toy_of
 
 import common
 import evaluate
 from engine.data import BENCHMARKS
 from engine.options import parse
-from tools.diffs import EXAMPLES
 
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODULES = [*SCRIPTS, "evaluate", *(f"examples.{name}" for name in EXAMPLES)]
+MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
 HEADER = ["row", "command", "GPUs", "batches", "read", "paper"]
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
@@ -115,11 +113,11 @@ def understand(command: str) -> SimpleNamespace | None:
     script = words.pop(0).replace(".", "/") + ".py" if script == "-m" else script
     if script == "my_idea.py":  # the copy of the guide
         return None
-    assert (ROOT / script).is_file(), f"there is no {script}: {command}"
     name = script.removesuffix(".py").replace("/", ".")
+    assert name in EXAMPLES or (ROOT / script).is_file(), f"there is no {script}: {command}"
     if name not in MODULES:
         return None
-    module = importlib.import_module(name)
+    module = load_script(name)
     toy = evaluate.TOY if name == "evaluate" else toy_of(module)
     with mock.patch.object(sys, "argv", [script, *words]):
         return SimpleNamespace(name=name, args=parse(module.Args, toy), world=world)
@@ -134,8 +132,7 @@ def check(where: str, command: str, capsys, monkeypatch) -> SimpleNamespace | No
     if not run:
         return None
     monkeypatch.setenv("WORLD_SIZE", str(run.world))
-    for module in ("common", "engine.setup"):  # the pages' machines have vLLM
-        monkeypatch.setattr(f"{module}.has_vllm", lambda: True)
+    monkeypatch.setattr("engine.setup.has_vllm", lambda: True)  # the pages' machines have it
     args = run.args.run_args() if run.name == "evaluate" else run.args
     assert args.errors() == [], f"{where}\n{command}"
     room = min([context for model, context in CONTEXT.items() if args.model.startswith(model)], default=10**9)
@@ -167,7 +164,7 @@ def test_every_command_parses_and_its_batches_are_right(page, capsys, monkeypatc
 
 
 def commands_of_docstring(name: str) -> list[str]:
-    docstring = importlib.import_module(name).__doc__.replace("\\\n", " ")
+    docstring = load_script(name).__doc__.replace("\\\n", " ")
     lines = [line.strip() for line in docstring.splitlines()]
     return [line for line in lines if line.startswith(("python ", "torchrun "))]
 
@@ -207,7 +204,7 @@ def test_flags_exist(page):
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
-        for field in importlib.import_module(name).Args.__dataclass_fields__:
+        for field in load_script(name).Args.__dataclass_fields__:
             known |= {field, f"no-{field}"}
     assert set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())) <= known
 
@@ -232,7 +229,7 @@ def general(name: str) -> str:
     """eval/aime24/pass@8 -> eval/NAME/pass@k; pass@1 and the mean over the benchmarks stay."""
     name = re.sub(r"^eval/(?!mean/).*/", "eval/NAME/", name)
     name = re.sub(r"(?<=[shj]@)(?!1$)\w+$", "k", name)
-    return re.sub(r"^(seconds|tokens_per_second|measured_gib|planned_gib|agreeing)/\w+$", r"\1/*", name)
+    return re.sub(r"^(seconds|tokens_per_second|agreeing)/\w+$", r"\1/*", name)
 
 
 def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
@@ -242,7 +239,7 @@ def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
             first, *others = re.findall(r"`([^`]+)`", cells[0])
             prefix = "eval/NAME/" if first.startswith("eval/NAME/") else ""
             documented |= {general(first), *(general(prefix + other) for other in others)}
-    assert documented - logged == {"peak_memory_gib", "measured_gib/*", "planned_gib/*"}  # on a GPU
+    assert documented - logged == {"peak_memory_gib"}  # on a GPU
     assert logged - documented == set()
 
 
@@ -298,6 +295,6 @@ def test_functions_of_the_equations_exist(script):
              if header[-1] == "function in the script"]
     names = re.findall(r"`(\w[\w.]*)`", " ".join(cells[-1] for rows in found for cells in rows))
     for name in set(names) - {"token_ratio", "fork_position"}:  # two metrics
-        owner = common if name.startswith("common.") else importlib.import_module(script)
+        owner = common if name.startswith("common.") else load_script(script)
         assert hasattr(owner, name.rpartition(".")[2]), name
     assert names

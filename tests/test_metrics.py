@@ -16,9 +16,11 @@ import evaluate
 import evol_rl
 import restrain
 import ttrl
-from common import Problem, Rollout, by_majority, counts, grade, majority, pass_at_k, summary
-from engine.metrics import group_metrics, maj_at_k, step_metrics
-from engine.runfolder import RunFolder, add_tokens, json_object, sample_record
+from common import Problem, Rollout
+from engine import setup
+from engine.metrics import (
+    by_majority, counts, grade, group_metrics, maj_at_k, majority, pass_at_k, step_metrics, summary)
+from engine.runfolder import RunFolder, sample_record
 
 
 def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
@@ -319,34 +321,10 @@ def sample_folder(path, seed=1):
     return folder
 
 
-LINES = {"latex": 'so \\frac{a}{b} is "12":\n', "chinese": "\u56e0\u6b64\u7b54\u6848\u662f\n",
-         "lone surrogates": "\ud800"}
-
-
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-def test_64_long_responses_take_at_most_25_kb(tmp_path, line):
-    """Two such prompts a step are 50 MB in 1,000 steps. The text comes back as the end of what was said."""
-    made = [rollout(str(i % 40), 3072, text=line * 1000, advantage=-1 / 3) for i in range(64)]
-    for r in made:
-        r.entropy = torch.full((3072,), 1.2345)
-    for r in made[12:]:
-        r.forked = (made[0], 2000)  # a tree: 52 branches
-    classes = Problem("", "1").classes([r.answer for r in made])
-    votes = dict(prompt=Problem("w" * 400, "1"), responses=made, classes=classes, rewards=[1 / 3] * 64,
-                 trained=set(range(64)), label=dict.fromkeys(classes, 1 / 40), negatives=[])
-    sample_folder(tmp_path).log_samples(1, [votes], SimpleNamespace(batch_decode=decoded))
-    written, = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]
-    assert 15e3 < len(written) <= 25e3
-    record = json_object(written.decode())
-    texts = [row["text"] for row in record["responses"]]
-    assert record["cut"] and all((line * 1000).endswith(text) for text in texts)
-    assert len(texts[0]) > 330 and len(texts[63]) > 15
-
-
 def test_a_fixed_and_a_random_prompt_of_a_step_are_logged(tmp_path):
     def asked(folder, steps):
         for step in steps:
-            folder.log_samples(step, groups, SimpleNamespace(batch_decode=decoded))
+            folder.log_samples(step, groups)
         return [record["problem"] for record in read_lines(folder.path / "samples.jsonl")]
 
     groups = []
@@ -365,22 +343,6 @@ def test_a_fixed_and_a_random_prompt_of_a_step_are_logged(tmp_path):
     assert asked(sample_folder(tmp_path / "c"), [8]) == [*one[14:16], "p0"]
 
 
-def test_tokens_and_forks_of_a_sample_by_hand():
-    """The end of the first response that was scored; of a branch its trunk, the place, both tokens there."""
-    made = [rollout("1"), rollout("2", length=3), rollout("3", length=3), rollout("4", length=2)]
-    made[1].response_ids, made[2].response_ids = [5, 6, 7], [5, 8, 9]
-    made[1].entropy = made[3].entropy = torch.tensor([0.123, 1.0, 0.5])
-    made[2].forked = (made[1], 1)
-    rows, tokenizer = [{} for _ in made], SimpleNamespace(batch_decode=decoded)
-    add_tokens(rows, made, tokenizer, last=2)
-    assert rows == [{}, dict(token_entropy=[("<6>", 1.0), ("<7>", 0.5)]), dict(fork=[1, 1, "<6>", "<8>"]), {}]
-
-
-def decoded(lists):
-    return [f"<{i}>" for i, in lists]
-
-
-# ------------------------------------------ the same metrics in real runs ---------------------------------
 def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
     """Labels of gold do not touch what is said of the votes: step 1 samples the same responses either way."""
     gold = run_toy(ttrl, tmp_path / "gold", steps=1, labels="gold")[0]
@@ -398,15 +360,15 @@ def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
 
 
 def test_a_gold_answer_that_nobody_gave_is_no_label(tmp_path, monkeypatch):
-    load = common.Run._load
+    read = setup.read_data
 
-    def other_gold(self, name, train=False):
-        problems = load(self, name, train)
+    def other_gold(*given):
+        problems, benchmarks = read(*given)
         for problem in problems:
             problem.answer = "123456789"
-        return problems
+        return problems, benchmarks
 
-    monkeypatch.setattr(common.Run, "_load", other_gold)
+    monkeypatch.setattr(setup, "read_data", other_gold)
     for module in (ttrl, evol_rl):
         options = dict(novelty=False) if module is evol_rl else {}
         line = run_toy(module, tmp_path / module.__name__, steps=1, labels="gold", **options)[0]

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import common
 import ttrl
 from engine.base import UserError
-from engine.setup import check_heads
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS = dict(dataset="toy", sampler="vllm", steps=2, votes=8, train_samples=8, prompts_per_batch=4,
@@ -146,25 +145,10 @@ def test_as_many_prompts_as_engines_are_enough(monkeypatch):
     assert ttrl.Args(sampler="vllm", tensor_parallel=4, prompts_per_batch=2).errors() == []
 
 
-@pytest.mark.parametrize("heads, kv_heads, parallel, fits", [
-    (28, 4, 2, True), (28, 4, 4, True), (28, 4, 8, False),
-    (40, 8, 8, True), (12, 2, 4, True), (12, 2, 3, False),  # 2 KV heads: copied to 4 ranks, not to 3
-    (12, None, 3, True), (12, 12, 6, True), (12, 4, 6, False),
-])
-def test_the_model_must_split_evenly(heads, kv_heads, parallel, fits):
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=16 * heads,
-                         intermediate_size=240)
-    if fits:
-        check_heads("M", config, parallel)
-    else:
-        with pytest.raises(UserError, match=f"is {parallel}, but must divide the attention heads"):
-            check_heads("M", config, parallel)
-
-
-def test_a_model_that_does_not_split_stops_before_weights(tmp_path, monkeypatch):
-    """The toy has 3 heads, but an inner size of 256."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    args = ttrl.Args(**common.TOY | dict(sampler="vllm", tensor_parallel=3, out=str(tmp_path / "run")))
-    with pytest.raises(UserError, match="divide the attention heads of .*, 3, and its inner size, 256"):
+def test_a_model_that_does_not_split_is_loaded(tmp_path, monkeypatch):
+    """The toy has 3 heads."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = ttrl.Args(**common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="--tensor_parallel is 2, but must divide the attention heads of .*, 3"):
         common.Run(args)
     assert not (tmp_path / "run").exists()

@@ -337,13 +337,6 @@ def no_chat_template(base, run):
 @effect("ttrl", temperature=0.05)
 def nearly_greedy(base, run):
     assert run.generated[0].temperature == 0.05
-    beginnings = []
-    for seen in (base, run):
-        different = []
-        for group in seen.groups:
-            different.append(len({tuple(r.response_ids[:8]) for r in group.responses}))
-        beginnings.append(statistics.fmean(different))
-    assert beginnings[1] < 3 < 5 < beginnings[0]
     assert run.metrics[-1]["entropy"] < 0.1 < base.metrics[-1]["entropy"]  # of logits / temperature
     assert run.metrics[-1]["logp_diff_max"] < 1e-3
 
@@ -352,12 +345,6 @@ def nearly_greedy(base, run):
 def short(base, run):
     assert max(len(r.response_ids) for group in run.groups for r in group.responses) == 5
     assert run.metrics[-1]["truncated"] == 1 and base.metrics[-1]["length"] > 10
-
-
-@effect("ttrl", num_minibatches=5)
-def five_updates(base, run):
-    assert [len(update.responses) for update in run.updates] == [6] * 5
-    assert all(update.stepped for update in run.updates)
 
 
 @effect("ttrl", minibatches="by_prompt", num_minibatches=5)
@@ -380,13 +367,6 @@ def wider_clip(base, run):
 def no_clip(base, run):
     assert run.metrics[-1]["clip_fraction"] == 0
     gradient_is_the_objectives(run)
-
-
-@effect("ttrl", kl_coef=0.0)
-def no_reference(base, run):
-    gradients_differ(base, run)
-    assert run.run.reference is None and "score_ref" not in run.calls and run.metrics[-1]["kl"] == 0
-    assert base.run.reference is not None and base.metrics[-1]["kl"] > 0.01
 
 
 @effect("ttrl", kl_coef=2.0)
@@ -522,6 +502,8 @@ def forks_are_right(seen) -> None:
                 grafted[m, t] = [(trunk.response_ids[:t] + b.response_ids, b.finished) for b in grown]
         leaves = group_of(seen, prompt.id).responses
         assert leaves[:args.trunks] == group and all(leaf.prompt_ids == prompt.prompt_ids for leaf in leaves)
+        decode = seen.run.tokenizer.decode
+        assert all(leaf.text == decode(leaf.response_ids, skip_special_tokens=True) for leaf in leaves)
         found = [(leaf.response_ids, leaf.finished) for leaf in leaves[args.trunks:]]
         assert sorted(found) == sorted(leaf for pair in grafted.values() for leaf in pair)
 
@@ -752,8 +734,6 @@ def test_how_it_is_evaluated(flags, alike, watch, few_problems):
     assert (first.temperature, first.top_p, first.top_k) == given
     distinct = seen.metrics[0]["eval/toy_test/distinct"]
     assert distinct == 1 / samples if alike else distinct > 1.5 / samples
-    assert ("eval/toy_test/pass@2" in seen.metrics[0]) == (samples > 1)
-    assert ("eval/toy_test/pass@4" in seen.metrics[0]) == (samples > 2)
     assert ("eval/toy_test/greedy" in seen.metrics[0]) == args.eval_greedy
     if args.eval_greedy:
         greedy = seen.generated[1]

@@ -44,8 +44,9 @@ def test_margin_is_exact_for_shares_that_are_not_binary_fractions():
 @pytest.mark.parametrize("counts, none, entropies, flags, expected", [
     # 20/32 is positive; 4/32 = 0.125 = tau_neg is not below it, 3/32 is; all entropies are equal: H_j = H_bar
     ((20, 4, 3, 1), 4, [0.5] * 32, {}, (0, {2, 3})),
-    # Equal entropies of 0.7, whose rounded sums give unequal means: H_j = H_bar all the same, hence negative
+    # Equal entropies, whose rounded sums give unequal means: H_j = H_bar all the same, hence negative
     ((26, 3, 3), 0, [0.7] * 32, {}, (0, {1, 2})),
+    ((26, 3, 3), 0, [0.1] * 32, {}, (0, {1, 2})),
     # H_bar = (26 * 0.5 + 3 * 0.25 + 3 * 0.75) / 32 = 16 / 32 = 0.5: 0.25 is below it, 0.75 above
     ((26, 3, 3), 0, [0.5] * 26 + [0.25] * 3 + [0.75] * 3, {}, (0, {2})),
     # A class of two (2/17 < 0.125) has the mean of both: (0.25 + 0.75) / 2 = 0.5 = H_bar

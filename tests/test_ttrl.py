@@ -31,6 +31,8 @@ def test_group_advantages_by_hand():
     # std 0.57735; advantages 0.66667 / 0.57735 = 1.15470 and -0.33333 / 0.57735 = -0.57735
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0]))
     assert advantages.tolist() == pytest.approx([1.15470, -0.57735, -0.57735], abs=1e-4)
+    # 1, 0: mean 1/2, variance (1/4 + 1/4) / 1 = 1/2, std 0.70711; 0.5 / 0.70711 = 0.70711
+    assert group_advantages(torch.tensor([1.0, 0.0])).tolist() == pytest.approx([0.70711, -0.70711], abs=1e-4)
     # the scale goes, up to eps: rewards 1e-6, 0, 0 have std 5.8e-7, so eps = 1e-6 takes 1.1547 / (1 + 1.732)
     tiny = group_advantages(torch.tensor([1e-6, 0.0, 0.0]))
     assert tiny[0].item() == pytest.approx(1.15470 / (1 + math.sqrt(3)), rel=1e-3)

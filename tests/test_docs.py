@@ -164,8 +164,12 @@ def test_every_command_parses_and_its_batches_are_right(page, capsys, monkeypatc
 
 
 def commands_of_docstring(name: str) -> list[str]:
-    docstring = load_script(name).__doc__.replace("\\\n", " ")
-    lines = [line.strip() for line in docstring.splitlines()]
+    """Of a script, or of the header of an example's diff."""
+    if name in EXAMPLES:
+        text = (ROOT / f"examples/{name}.diff").read_text().partition("--- ttrl.py")[0]
+    else:
+        text = importlib.import_module(name).__doc__
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith(("python ", "torchrun "))]
 
 

@@ -149,6 +149,6 @@ def test_a_model_that_does_not_split_is_loaded(tmp_path, monkeypatch):
     """The toy has 3 heads."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = ttrl.Args(**common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
-    with pytest.raises(UserError, match="--tensor_parallel is 2, but must divide the attention heads of .*, 3"):
+    with pytest.raises(UserError, match="--tensor_parallel is 2, but must divide the attention heads of"):
         common.Run(args)
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import re
 import shlex
 import sys
@@ -285,9 +286,9 @@ def test_links_files_and_tests_that_are_named_exist(page):
 
 @each_page
 def test_github_shows_the_page_as_it_is_meant(page):
-    """Formulas are blocks of their own, without what GitHub refuses or Markdown eats; no HTML."""
+    """Formulas are blocks of their own, without what GitHub refuses or Markdown eats."""
     text = re.sub(r"^```.*?^```$|`[^`]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert re.findall(r"</?[a-z][^>]*>", text) == []
+    assert set(re.findall(r"</?([a-z]+)[^>]*>", text)) <= {"details", "summary"}  # of the exercises
     formulas = re.findall(r"\n\n\$\$\n(.+)\n\$\$\n\n", text.replace("$$\n\n$$", "$$\n\n\n\n$$"))
     assert text.count("$$") == 2 * len(formulas)
     assert not re.search(r"operatorname|\\[\\,;{}#]|\*", " ".join(formulas))

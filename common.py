@@ -138,7 +138,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False
-    """Transformers' generate, padded rows, full logits: slow and obvious; gives the same step."""
+    """Padded rows and full logits, the slow and obvious way, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recompute activations backward: a third more compute, a quarter of the memory. auto: on a GPU."""
     micro_tokens: CountOrZero = 0

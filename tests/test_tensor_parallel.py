@@ -127,12 +127,11 @@ def test_shares_of_engines(tmp_path):
 @pytest.mark.parametrize("ranks, values, sentence", [
     (1, dict(tensor_parallel=2), "--tensor_parallel is 2, but must divide the number of ranks, 1."),
     (8, dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8."),
-    (8, dict(tensor_parallel=0), "--tensor_parallel is 0, but must be 1 or more."),
+    (8, dict(tensor_parallel=0), "--tensor_parallel is 0, but the input should be greater"),
     (8, dict(prompts_per_batch=4), "--prompts_per_batch is 4, but must be at least the ranks, 8."),
     (8, dict(prompts_per_batch=3, tensor_parallel=2),
      "--prompts_per_batch is 3, but must be at least the engines (ranks / tensor_parallel), 4."),
     (2, dict(tensor_parallel=2, sampler="hf"), ONLY_VLLM),
-    (2, dict(tensor_parallel=2, plain=True), ONLY_VLLM),
 ])
 def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))

@@ -719,7 +719,7 @@ def check_batch(train: list[Rollout]) -> None:
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:
     """[N] the class of each response's answer; equal answers have equal classes, None is no answer.
 
-    labels 'gold': 0 if the answer is the gold one, else None, so that the gold answer wins every vote."""
+    labels 'gold': 0 if the answer is the gold one, else None: in ttrl.py the gold answer wins every vote."""
     classes = problem.classes([r.answer for r in responses])
     if labels == "majority":
         return classes

@@ -159,7 +159,7 @@ Fork = namedtuple("Fork", "prompt trunk position")
 def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
     """Where to fork every trunk: the first forks of all prompts, then the second ones, and so on.
 
-    In this order a fork goes to the rank that sampled its trunk, so that its prefix cache still holds it."""
+    In this order most forks go to the rank that sampled their trunk, whose prefix cache may still hold it."""
     if args.fork_score == "entropy":
         run.sampler.sleep()  # on a GPU, its KV cache and the policy's activations may not fit together
         run.policy.score_old([trunk for trunks in groups for trunk in trunks], args.temperature)

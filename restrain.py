@@ -174,9 +174,9 @@ def label_sigma(args: Args) -> float:
 
 
 def prompt_weights(run, args: Args) -> dict[int, float]:
-    """u of every problem, from as many responses of the initial model as will vote later (Eq. 5).
+    """u of every problem, offline: from as many responses of the initial model as will vote later (Eq. 5).
 
-    Empty with --prompt_weighting online: then u comes from each step's own votes."""
+    --prompt_weighting none: 1. online: empty, since u then comes from each step's own votes."""
     votes = initial_votes(run) if args.prompt_weighting == "offline" else {}
     ones = dict.fromkeys((p.id for p in run.problems), 1.0) if args.prompt_weighting == "none" else {}
     return ones | {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}

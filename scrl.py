@@ -60,7 +60,7 @@ class Args(common.Args):
     entropy_gate: bool = True
     """Table 3. Off: every rare answer is a negative label, whatever its entropy."""
     dynamic_rewards: bool = True
-    """Table 3. Off: hard rewards, +1 for the positive label, -1 for negative ones, 0 for others."""
+    """Table 3. Off: hard rewards: +1 positive label, -1 negative ones, 0 others, --null_reward without an answer."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -116,7 +116,7 @@ def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: flo
                  tau_marg: float = 0.125, tau_neg: float = 0.125, lambda_h: float = 0.1,
                  null_reward: float = -1.0, hard: bool = False,
                  labels: tuple[int | None, set[int]] | None = None) -> torch.Tensor:
-    """Dynamic rewards [N] from [N] classes and [N] entropies; hard: +1, -1 and 0 instead. SCRL, Eq. 9.
+    """Dynamic rewards [N] from [N] classes and [N] entropies; hard: +1, -1 and 0 for answers. SCRL, Eq. 9.
 
     labels: y+ and the negatives; None: pseudo_labels with these thresholds.
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, load_script, read_lines, run_toy, spy
+from conftest import ROOT, SMALL, load_script, read_lines, run_toy, spy, toy_args
 from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
@@ -236,6 +236,30 @@ def test_prompts_left_out_of_an_update(left, watch):
     assert sum(row["trained"] for row in sampled) <= left and seen.metrics[-1]["zero_variance"] > 0.5
     now = seen.policy_weights()
     assert any(not torch.equal(now[name], value) for name, value in seen.weights[1].items()) == (left > 0)
+
+
+# ------------------------------------------------ own sampling -------------------------------------------
+def test_evaluation_samples_otherwise_than_the_fork(tmp_path, monkeypatch):
+    seen = []
+
+    def own(run, work, temperature, **options):
+        seen.append("evaluation" if "top_p" in options else "training")
+        return run.generate(work, temperature, **options)
+
+    run_toy(ttrl, tmp_path / "plain", **SMALL | TINY | dict(eval="toy_test", eval_samples=1))
+    monkeypatch.setattr(common, "Run", functools.partial(common.Run, generate=own))
+    run_toy(ttrl, tmp_path / "own", **SMALL | TINY | dict(eval="toy_test", eval_samples=1))
+    assert seen == ["evaluation", "training", "evaluation"]
+    plain, ours = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("plain", "own"))
+    assert [line["eval/toy_test/pass@1"] for line in ours] == [line["eval/toy_test/pass@1"] for line in plain]
+
+
+def test_a_stop_text_ends_no_response(tmp_path):
+    run = common.Run(toy_args(ttrl, out=str(tmp_path / "run"), kl_coef=0.0))
+    run.begin_step(1)
+    for response in sum(run.sample(run.problems[:2], 8, stop=["="]), []):
+        assert "=" not in response.text[:-1] and response.finished
+        assert response.text.endswith("=") or response.response_ids[-1] in run.stop_ids
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------

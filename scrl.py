@@ -60,7 +60,7 @@ class Args(common.Args):
     entropy_gate: bool = True
     """Table 3. Off: every rare answer is a negative label, whatever its entropy."""
     dynamic_rewards: bool = True
-    """Table 3. Off: hard rewards: +1 positive label, -1 negative ones, 0 others, --null_reward without an answer."""
+    """Table 3. Off: hard rewards, +1, -1 and 0 for answers; those without one keep --null_reward."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------

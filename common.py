@@ -73,7 +73,7 @@ class Args:
     """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
     comes as a package (docs/real.md), both with defaults of their own."""
     dataset: str = "aime24"
-    """Training problems: a short name (engine/data.py), a Hub id, or a json, jsonl, csv or parquet file."""
+    """Training problems: a short name (engine/data.py), a Hub id, or a json, jsonl or parquet file."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
@@ -128,7 +128,7 @@ class Args:
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
     """seq-mean: over a response's tokens, then over responses (ETTRL Eq. 3). token-mean: over all tokens."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
-    """auto: vLLM if it imports, else transformers."""
+    """auto: vLLM if it is installed, else transformers, as with --plain."""
     gpu_memory: PositiveShare = 0.5
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
     tensor_parallel: Count = 1
@@ -144,7 +144,7 @@ class Args:
     micro_tokens: CountOrZero = 0
     """Padded tokens per micro-batch and rank: memory, not the result. 0: 16384, or less if the GPU asks."""
     offload: Literal["none", "reference", "optimizer"] = "none"
-    """Kept in host memory: the reference; also weights, gradients and AdamW. Not yet run on a GPU by us."""
+    """In host memory: the reference model; optimizer: weights, gradients and AdamW, too. Not run on a GPU."""
     plan: bool = False
     """Print memory, time and disk space of this run, from the model's config alone, and exit."""
     gpus: CountOrZero = 0
@@ -170,7 +170,7 @@ class Args:
     resume: bool = False
     """Go on from the latest good checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
-    """Steps between checkpoints; 0: none but the final model."""
+    """Steps between checkpoints; 0: none but the final model (and one on SIGTERM or Ctrl-C)."""
     keep: Count = 2
     """Checkpoints kept."""
     max_bad_steps: Count = 5

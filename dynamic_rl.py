@@ -18,7 +18,7 @@ text and in answer, from the other questions of the batch: else the questions be
     loss                 that of ttrl.py on the questions plus that on the solutions; at ratio 1 its gradient
                          is Eq. 14's, with log pi averaged over a response's tokens
 
-Why it works, a worked example, the rows of the tables as commands: docs/dynamic_rl.md.
+Why it works, a worked example: docs/dynamic_rl.md. The tables' rows as commands: docs/recipes/dynamic_rl.md.
 
     python dynamic_rl.py                                                               # the toy, on a laptop
     python dynamic_rl.py --model Qwen/Qwen2.5-Math-1.5B --eval_every 50                # one GPU
@@ -365,7 +365,7 @@ def main(args: Args) -> None:
                 d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
-                # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
+                # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
                 question_T = micro.per_token([response in written for response in micro.rollouts])  # 1 or 0
                 part_T = question_T * n_questions + (1 - question_T) * (len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added

@@ -15,7 +15,7 @@ the engine in one second call, as prompt + prefix: its prefix cache reuses the t
     The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
     on unless turned off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
 
-Why it works, a worked example, the rows of the tables as commands: docs/ettrl.md.
+Why it works, a worked example: docs/ettrl.md. The tables' rows as commands: docs/recipes/ettrl.md.
 
     python ettrl.py                                                                    # the toy, on a laptop
     python ettrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                    # both, on one GPU

@@ -3,13 +3,13 @@
 The idea: majority drives selection, novelty promotes variation. Rewarding agreement alone collapses entropy:
 responses grow short and alike. So every response of the majority is still rewarded above every other one, but
 within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
-upper clip and an entropy bonus keep them. A block always takes its whole band, however alike its texts are: a
+upper clip and an entropy bonus keep them. A block takes its whole band, however alike its texts are: a
 dull response of a strong majority has a negative advantage, but nearly equal texts are ranked by noise.
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
                mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
-               max_i: largest cosine to any other response of the prompt (ours: valid ones)
+               max_i: largest cosine to any other response of the prompt (valid ones, as released)
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
@@ -17,7 +17,7 @@ dull response of a strong majority has a negative advantage, but nearly equal te
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, a worked example, the rows of the tables as commands: docs/evol_rl.md.
+Why it works, a worked example: docs/evol_rl.md. The tables' rows as commands: docs/recipes/evol_rl.md.
 
     python evol_rl.py                                                                  # the toy, on a laptop
     python evol_rl.py --model Qwen/Qwen3-1.7B-Base                                     # one GPU

@@ -14,7 +14,7 @@ kappa responses agree, push all down; scale a prompt's loss by how sure the init
 One pass serves all labels: with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0),
     sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip),  exactly.
 
-Why it works, a worked example, the rows of the tables as commands: docs/restrain.md.
+Why it works, a worked example: docs/restrain.md. The tables' rows as commands: docs/recipes/restrain.md.
 
     python restrain.py                                                                 # the toy, on a laptop
     python restrain.py --model Qwen/Qwen3-1.7B-Base --dataset aime24                   # one GPU

@@ -18,7 +18,7 @@ all costs most: -1 (released code).
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, a worked example, the rows of the tables as commands: docs/scrl.md.
+Why it works, a worked example: docs/scrl.md. The tables' rows as commands: docs/recipes/scrl.md.
 
     python scrl.py                                                                     # the toy, on a laptop
     python scrl.py --model meta-llama/Llama-3.2-1B-Instruct --dataset aime25           # one GPU

@@ -10,7 +10,7 @@ answers vote, reward every response that agrees with the winner, and take GRPO s
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
-Why it works, a worked example, the rows of the tables as commands: docs/ttrl.md.
+Why it works, a worked example: docs/ttrl.md. The tables' rows as commands: docs/recipes/ttrl.md.
 
     python ttrl.py                                                                     # the toy, on a laptop
     python ttrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                     # one GPU

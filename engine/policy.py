@@ -155,11 +155,6 @@ class MicroBatch:
             return None
         return torch.cat(tensors).float().to(self.device)
 
-    def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T] the mean over a response's tokens, at each of them (GSPO's ratio is exp of such a mean)."""
-        parts = (values_T * self.mask_T / self.length_T).split(self.sizes)
-        return torch.cat([part.sum().expand(len(part)) for part in parts])
-
 
 # ------------------------------------------------------ plain path ------------------------------------------
 def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:

@@ -88,7 +88,6 @@ def test_micro_batch_by_hand():
     assert micro.old_logp_T.tolist() == [-1, -2, -3]
     assert micro.ref_logp_T is None
     assert micro.per_token([True, False]).tolist() == [1, 1, 0]
-    assert micro.sequence_mean(torch.tensor([1.0, 3.0, 5.0])).tolist() == [2, 2, 5]
     assert MicroBatch([a], [], "cpu", filler=True).mask_T.tolist() == [0, 0]
 
 

@@ -54,8 +54,8 @@ SETS = {  # set -> name -> command, from the repository root
         "TTRL, mixed": "ttrl.py --num_minibatches 8 --minibatches mixed",
         "TTRL, by prompt": "ttrl.py --num_minibatches 8 --minibatches by_prompt"},
     "examples": {"TTRL": "ttrl.py"}}
-for example in sorted((ROOT / "examples").glob("*.py")):
-    SETS["examples"][example.stem] = f"-m examples.{example.stem}"
+for example in sorted((ROOT / "examples").glob("*.diff")):
+    SETS["examples"][example.stem] = f"{example.stem}.py"
 SETS["smollm2"] = SETS["main"]
 # Columns of the table; those that no run logs are left out.
 COLUMNS = """toy/pass@1 toy/pass@8 toy/pass@32 toy/maj@32 toy/distinct toy/length toy_test/pass@1
@@ -167,6 +167,8 @@ def main() -> None:
         for seed, folder in zip(options.seeds, folders[name]):
             jobs[folder] = f"{command} --seed {seed} --steps {steps} {REAL if real else TOY}".split()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    if options.set == "examples":
+        subprocess.run(["make", *(f"{name}.py" for name in folders if name != "TTRL")], cwd=ROOT, check=True)
     try:
         run_all(jobs, max(1, options.workers))
     except UserError as error:

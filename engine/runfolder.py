@@ -114,7 +114,8 @@ class RunFolder:
 
     def _keep_lines(self, name: str, first_step: int) -> list[dict]:
         path = self.path / name
-        kept = [line for line in read_jsonl(path) if line.get("step") in range(first_step)]
+        done = range(first_step) if first_step > 1 else ()  # a run that begins anew evaluates step 0 again
+        kept = [line for line in read_jsonl(path) if line.get("step") in done]
         if path.exists():
             write_atomically(path, "".join(compact(line) + "\n" for line in kept))
         return kept

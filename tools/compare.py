@@ -71,7 +71,7 @@ def state_of(folder: Path, command: list[str]) -> str:
     record = folder / "run.json"
     if not record.is_file():
         return "new"
-    script, *flags = command if command[0] != "-m" else [f"{command[1].replace('.', '/')}.py", *command[2:]]
+    script, *flags = command
     run = json.loads(record.read_text(encoding="utf-8"))
     given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
     if given[1:] != flags or run.get("code") != setup.code_digest(ROOT / script):

@@ -11,15 +11,41 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from engine.policy import Request, Rollout, load_model
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
 
+class RoomyLayer(DynamicLayer):
+    """The keys and values of one layer, both [rows, heads, tokens and room for more, head].
+
+    transformers' own layer copies all of them for each token: a third of the sampling time on the toy."""
+
+    length = 0  # in tokens
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, keys, values, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of new tokens, [rows, heads, new, head]. Returns those of all tokens."""
+        if self.length == 0:
+            self.is_initialized = True
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        start, self.length = self.length, self.length + keys.shape[2]
+        if self.length > self.keys.shape[2]:
+            more = (0, 0, 0, self.length - self.keys.shape[2] + 64)
+            self.keys, self.values = pad(self.keys, more), pad(self.values, more)
+        self.keys[:, :, start:self.length] = keys
+        self.values[:, :, start:self.length] = values
+        return self.keys[:, :, :self.length], self.values[:, :, :self.length]
+
+
 class HFSampler:
-    """Prompts are read once for all their samples, and finished rows are dropped.
+    """Prompts are read once for all their samples, and finished rows are dropped an eighth at a time.
 
     The uniform numbers of a sample come from its own seed and are turned into tokens by the inverse of the
     cumulative distribution, so a response does not depend on what else is in the batch or on which rank
@@ -89,6 +115,7 @@ class HFSampler:
         prompt_of = torch.tensor(prompt_of, device=self.device)                 # [rows]
         ids, mask = pad_left([list(prompt) for prompt in number], self.device)  # [prompts, longest]
         cache = DynamicCache(config=self.model.config)
+        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         position_ids = (mask.cumsum(1) - 1).clamp(min=0)
         out = self.model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
                          use_cache=True, logits_to_keep=1)
@@ -97,23 +124,24 @@ class HFSampler:
         mask = mask[prompt_of]                                                  # [rows, longest]
         position = mask.sum(1)                                                  # [rows], of the next token
         rows = torch.arange(len(samples), device=self.device)                   # [rows], of [all]
+        live = torch.ones_like(rows, dtype=torch.bool)                          # [rows]
         for t in range(steps):
             u = uniform[rows.to(uniform.device), t]                             # [rows]
             token, logprob = draw(logits, u, temperature, top_p, top_k)         # [rows], [rows]
             tokens[rows, t] = token
             logprobs[rows, t] = logprob
-            length[rows] = t + 1
+            length[rows[live]] = t + 1
             ended = torch.isin(token, self.stop_ids)
             if stop:
                 tails = tokens[rows, max(0, t + 1 - tail):t + 1].tolist()
                 ended |= torch.tensor([stops(ids) for ids in tails], device=self.device)
-            finished[rows[ended]] = True
-            live = ~ended & (t + 1 < limit[rows])
+            finished[rows[live & ended]] = True
+            live &= ~ended & (t + 1 < limit[rows])
             if not live.any():
                 break
-            if not live.all():
+            if live.float().mean() < 7 / 8:  # to drop the others copies the cache
                 keep = live.nonzero().squeeze(-1)
-                rows, token, position, mask = rows[keep], token[keep], position[keep], mask[keep]
+                rows, token, position, mask, live = (x[keep] for x in (rows, token, position, mask, live))
                 cache.batch_select_indices(keep)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)            # [rows, one longer]
             out = self.model(input_ids=token[:, None], attention_mask=mask, position_ids=position[:, None],

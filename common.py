@@ -155,6 +155,8 @@ class Args:
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those at the start and at the end; 0: only these two."""
+    eval_start: bool = True
+    """Off: the initial model is not evaluated, so a short run is shorter."""
     eval_samples: Count = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
@@ -381,7 +383,7 @@ class Run:
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
-        if self.first_step == 1 and self.benchmarks:
+        if self.first_step == 1 and self.benchmarks and self.args.eval_start:
             self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())
             self.sampler.sleep()
@@ -661,6 +663,10 @@ class Run:
         for name, problems in self.benchmarks.items():
             graded = self.evaluate_benchmark(name, problems)
             row = summary([verdicts for verdicts, _ in graded])
+            known = [verdicts for verdicts, _ in graded if verdicts["known"]]
+            self.folder.append("evaluations.jsonl", dict(
+                step=self.step, benchmark=name, right=[mean(v["correct"]) for v in known],
+                majority=[v["majority"] for v in known]))
             metrics |= {f"eval/{name}/{metric}": value for metric, value in row.items()}
             if self.args.eval_greedy:
                 graded = self.evaluate_benchmark(name, problems, greedy=True)

@@ -105,6 +105,7 @@ class RunFolder:
         from tqdm import tqdm
         self.history += self._keep_lines("metrics.jsonl", first_step)
         self._keep_lines("samples.jsonl", first_step)
+        self._keep_lines("evaluations.jsonl", first_step)
         if self.args.wandb:
             import wandb
             wandb.init(project="label-free-rl", name=self.path.name, id=self.path.name, resume="allow",

@@ -5,6 +5,7 @@ something to do.
 
     python toy/make_toy.py --out toy              # make it all, then measure it (minutes on a CPU, seeded)
     python toy/make_toy.py --out toy --measure    # only measure the model that is there
+    python toy/make_toy.py --unselected           # only write the four unselected sets (a second)
 
 A base model that is worth training without labels has to fail in two ways, and this one does:
   - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
@@ -375,6 +376,22 @@ def select(model, tok, pool, n=128):
     return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
 
 
+def unselected(kind, n, seed):
+    """n problems as chance gives them; train and test above are selected: at most 1/8 of their majorities are
+    wrong and strong, and every problem is solvable.
+
+    plain: 2 or 3 operations; hard: 4; slips: as plain, without a phrase that is often misread, so errors
+    scatter; traps: as plain, with one that is."""
+    rng, found = random.Random(f"claims {kind} {seed}"), {}
+    while len(found) < n:
+        p = make_problem(rng, 4 if kind == "hard" else rng.choice([2, 3]))
+        misread = max(MISREAD.get((step, p["obj"]), 0) for step, _, _ in p["chain"])
+        if kind == "slips" and misread > 0.02 or kind == "traps" and misread < 0.45:
+            continue
+        found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
+    return list(found.values())
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", default="toy")
@@ -386,6 +403,7 @@ def main():
     ap.add_argument("--vocab", type=int, default=620)
     ap.add_argument("--pool", type=int, default=600, help="problems to choose train and test from")
     ap.add_argument("--measure", action="store_true", help="only measure what is in --out")
+    ap.add_argument("--unselected", action="store_true", help="only write plain, hard, slips and traps")
     args = ap.parse_args()
     t0 = time.time()
     torch.manual_seed(args.seed)
@@ -393,6 +411,11 @@ def main():
     def path(name):
         return os.path.join(args.out, name)
 
+    if args.unselected:
+        for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
+            with open(path(f"{kind}.jsonl"), "w") as f:
+                f.writelines(json.dumps(p) + "\n" for p in unselected(kind, n, 1))
+        return
     if not args.measure:
         os.makedirs(args.out, exist_ok=True)
         tok = make_tokenizer(args.out, args.vocab)

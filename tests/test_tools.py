@@ -96,7 +96,7 @@ def test_a_run_is_kept_only_with_the_same_code_and_arguments(repository):
     (run / "final").mkdir()
     assert compare.state_of(run, command) == "finished"
     compare.run_all({run: command}, workers=1)
-    assert not (run / "log.txt").exists()  # it did not run again
+    assert not (run.parent / "logs").exists()  # it did not run again
     assert compare.state_of(run, ["good.py", "--steps", "6"]) == "other"
     (repository / "good.py").write_text(GOOD + "loss = 2")
     assert compare.state_of(run, command) == "other"
@@ -107,7 +107,7 @@ def test_a_run_is_kept_only_with_the_same_code_and_arguments(repository):
 
 def test_a_failed_run_is_named_and_the_others_are_ended(repository):
     jobs = {repository / "slow-seed1": ["slow.py"], repository / "bad-seed1": ["bad.py"]}
-    with pytest.raises(UserError, match=r"a run failed; see .*bad-seed1.log.txt"):
+    with pytest.raises(UserError, match=r"a run failed; see .*bad-seed1.txt"):
         compare.run_all(jobs, workers=2)
     if (repository / "pid").exists():  # else it was ended before it had started
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()

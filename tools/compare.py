@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import statistics
 import subprocess
@@ -24,8 +26,9 @@ import sys
 import time
 from pathlib import Path
 
+import common
+import torch
 from engine import setup
-from engine.base import UserError
 from tools import plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,29 +82,41 @@ def state_of(folder: Path, command: list[str]) -> str:
     return "finished" if (folder / "final").exists() else "unfinished"
 
 
-def start(folder: Path, command: list[str]) -> subprocess.Popen:
-    """Begin a run or go on with it, in a session of its own: Ctrl-C reaches it through run_all alone."""
+def run_script(words: list[str], log: Path) -> None:
+    """What a run's process does: the script as if it were called with these words."""
+    os.setsid()  # Ctrl-C reaches it through run_all alone
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def start(folder: Path, command: list[str]) -> multiprocessing.Process:
+    """Begin a run or go on with it, in a fork of this process, which has loaded torch already."""
     state = state_of(folder, command)
     if state == "other":
         aside = folder.parent / f"until-{time.strftime('%Y%m%d-%H%M%S')}" / folder.name
         print(f"{folder} holds a run of other code or arguments; it is now {aside}.")
         aside.parent.mkdir(exist_ok=True)
         folder.rename(aside)
-    resume = ["--resume"] if state == "unfinished" else []
-    words = [sys.executable, *command, "--out", str(folder), *resume]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("a") as log:
-        return subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-                                env=os.environ | dict(OMP_NUM_THREADS="1"))
+    log = folder.parent / "logs" / f"{folder.name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [*command, "--out", str(folder), *(["--resume"] if state == "unfinished" else [])]
+    process = multiprocessing.get_context("fork").Process(target=run_script, args=(words, log))
+    process.start()
+    return process
 
 
 def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     """Run the commands {folder: command} that are not finished, `workers` at a time.
 
-    Raises UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on which
+    Raises common.UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on which
     it finishes its step and writes a checkpoint."""
     waiting = [folder for folder, command in jobs.items() if state_of(folder, command) != "finished"]
-    running: dict[Path, subprocess.Popen] = {}
+    running: dict[Path, multiprocessing.Process] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -109,14 +124,14 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
                 running[folder] = start(folder, jobs[folder])
                 print(f"{folder.name} has started; {len(waiting)} runs are waiting.", flush=True)
             time.sleep(1)
-            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                if running.pop(folder).returncode:
-                    raise UserError(f"a run failed; see {folder / 'log.txt'}.")
+            for folder in [folder for folder, process in running.items() if process.exitcode is not None]:
+                if running.pop(folder).exitcode:
+                    raise common.UserError(f"a run failed; see {folder.parent}/logs/{folder.name}.txt.")
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
-            process.wait()
+            process.join()
 
 
 # ---------------------------------------------- the table -------------------------------------------------
@@ -171,7 +186,7 @@ def main() -> None:
         subprocess.run(["make", *(f"{name}.py" for name in folders if name != "TTRL")], cwd=ROOT, check=True)
     try:
         run_all(jobs, max(1, options.workers))
-    except UserError as error:
+    except common.UserError as error:
         sys.exit(f"Error: {error}")
     text = table({name: list(map(plot.read_metrics, seeds)) for name, seeds in folders.items()})
     (out / f"{options.set}.md").write_text(text + "\n", encoding="utf-8")

@@ -120,20 +120,25 @@ def as_text(vote: Vote, embed=None) -> str:
     return "\n".join([f"Problem: {vote.problem.question}", "", *lines, "", *sentences(vote, columns), ""])
 
 
-def sample_votes(model: str, dataset: str, n: int, seed: int) -> list[Vote]:
-    """Votes on the first 48 problems, of which these are kept: the most agreed right and wrong majority, and
-    the most scattered vote."""
+def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:
+    """n responses of the initial model to each of the first problems."""
     options = overrides_of(common.Args, common.TOY, model) | dict(model=model)
     options |= dict(eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n, prompts_per_batch=1,
                     num_minibatches=1, dataset=dataset or options.get("dataset", ""))
+    options |= dict(prompt=prompt) if prompt else {}
     with tempfile.TemporaryDirectory() as folder:
         run = common.Run(common.Args(**options, out=str(Path(folder) / "run")))
         run.sampler.load(run.policy.named_tensors(run.dtype))
-        prompts, votes = run.problems[:48], []
-        for prompt, responses in zip(prompts, run.sample(prompts, n)):
+        prompts, votes = run.problems[:problems], []
+        for question, responses in zip(prompts, run.sample(prompts, n)):
             run.policy.score_old(responses, run.args.temperature)
             entropies = [response.mean(response.entropy.double()) for response in responses]
-            votes.append(Vote(prompt, responses, entropies))
+            votes.append(Vote(question, responses, entropies))
+    return votes
+
+
+def telling(votes: list[Vote]) -> list[Vote]:
+    """The most agreed right and wrong majority, and the most scattered vote."""
     order = sorted(votes, key=lambda vote: vote.votes, reverse=True)
     right = [vote for vote in order if vote.counts and vote.right[vote.classes.index(vote.top)]]
     wrong = [vote for vote in order if vote not in right]
@@ -153,7 +158,7 @@ def main() -> None:
         parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
     try:
         embed = Embedder(options.embedder) if options.embedder else None
-        for vote in sample_votes(options.model, options.dataset, options.n, options.seed):
+        for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
             print(as_text(vote, embed))
     except common.UserError as error:
         sys.exit(f"Error: {error}")

@@ -31,6 +31,7 @@ REGIMES = {
             f"--num_minibatches 1 {SAME} --eval=",
     # Dynamic RL; the question rewards weigh 10 each, so that 30 steps show what thousands do in the paper
     "DYN": f"{QUESTIONS} --lambda_q 10 --lambda_dq 10 --lambda_da 10 --eval toy/plain.jsonl {SAME}"}
+MINUTES = dict(HARD8=.3, LONG8=2.7, HARD16=.7, PLAIN=.8, SLIPS=1.0, TREE=.3, DYN=.9)  # a run, on an idle core
 VOTES = "VOTES"  # no training: the unit is the problem, 64 responses each of the initial model to HARD's 96
 
 

@@ -1,14 +1,13 @@
-"""The papers' claims, tested side by side: votes of the start model, and pairs of runs that differ by a switch.
+"""The papers' claims, tested side by side: votes of the start model, and pairs of runs, one switch apart.
 
-    python -m tools.claims list          # every claim, its minutes, its verdict so far
-    python -m tools.claims votes         # what the labels are worth: one sampling of the start model, no training
-    python -m tools.claims T4            # one claim (or several): its runs, figure, paired table and verdict
-    python -m tools.claims all           # all of them, and docs/claims.md; hours. It goes on where it stopped
-    python -m tools.claims page          # docs/claims.md and its figures anew, from results/claims.json
+    python -m tools.claims list      # every claim, its minutes, its verdict so far
+    python -m tools.claims votes     # what labels are worth: the start model is sampled once, no training
+    python -m tools.claims T4        # one claim (or several): its runs, figure, values and verdict
+    python -m tools.claims all       # all of them, then docs/claims.md: hours; it goes on where it stopped
+    python -m tools.claims page      # docs/claims.md anew, from results/claims.json
 
-`--held_out` runs the held-out seeds instead of the reported ones. The verdict is the same rule for all claims:
-*shown* if the 95% interval of the paired difference excludes 0 in the claimed direction and the mean exceeds the
-margin, *opposite* if it excludes 0 in the other direction, else *not shown here*.
+One rule gives all verdicts: *shown* if the 95% interval of the paired difference excludes 0 in the claimed
+direction and the mean exceeds the margin, *opposite* if it excludes 0 in the other, else *not shown here*.
 """
 
 from __future__ import annotations
@@ -24,36 +23,44 @@ import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
-from engine.base import UserError
+import jinja2
+import matplotlib
+import torch
+from scipy import stats
+
+import ettrl
+import restrain
+import scrl
+import ttrl
+from common import UserError
 from engine.runfolder import read_jsonl
 from tools import compare, plot
-from tools.claim_records import CLAIMS, REGIMES, VOTES, Claim
+from tools.claim_records import CLAIMS, MINUTES, REGIMES, VOTES, Claim
+from tools.explain import sample_votes
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results/claims.json"
-RUNS = ROOT / "runs/claims"
-SIZES = (8, 16, 32)  # votes that are counted, of 64; claims are judged at 16
-SUBSETS = 8          # random subsets of that size per problem
+RESULTS, RUNS, IMAGES = ROOT / "results/claims.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
+SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
 
 
-# ------------------------------------------ reading a run ---------------------------------------------------
+# ------------------------------------------- a run's values -------------------------------------------------
 def value(folder: Path, metric: str, start: bool = False) -> float:
     """A finished run's metric.
 
     end NAME: in the last evaluation; last NAME: mean of the last five steps; mean NAME: of all steps; with
     start, the first evaluation or step. Of batch_pass@1: kept, the last ten steps less the best ten in a row;
-    late NAME, the mean of the last fifth less that of the middle fifth; collapse, the first step from which ten
-    steps' mean is below the start's evaluation by .05, or the number of steps plus one. sharpening: mean gain
-    of the problems whose majority was right at the start, less that of the others."""
+    late NAME, the last fifth's mean less the middle fifth's; collapse, the first step from which the mean of
+    ten is below the start's evaluation by .05, or the number of steps plus one. sharpening: mean gain of the
+    problems whose majority was right at the start, less that of the others."""
     kind, _, name = metric.partition(" ")
-    lines = plot.read_metrics(folder)
-    series = [line[name or "batch_pass@1"] for line in lines if (name or "batch_pass@1") in line]
     if kind == "sharpening":
         first, *_, last = read_jsonl(folder / "evaluations.jsonl")
         gains: dict[bool, list[float]] = {True: [], False: []}
         for before, after, right in zip(first["right"], last["right"], first["majority"]):
             gains[right].append(after - before)
         return fmean(gains[True]) - fmean(gains[False])
+    lines, name = plot.read_metrics(folder), name or "batch_pass@1"
+    series = [line[name] for line in lines if name in line]
     if start:
         return series[0]
     tens = [fmean(series[i:i + 10]) for i in range(max(1, len(series) - 9))]
@@ -65,7 +72,7 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     if kind == "collapse":
         least = lines[0]["eval/train/pass@1"] - .05
         return next((i + 1 for i, mean in enumerate(tens) if mean < least), len(series) + 1)
-    return series[-1] if kind == "end" else fmean(series[-5:] if kind == "last" else series)
+    return dict(end=series[-1], last=fmean(series[-5:]), mean=fmean(series))[kind]
 
 
 def command_of(claim: Claim, arm: str, seed: int) -> list[str]:
@@ -79,38 +86,56 @@ def folder_of(claim: Claim, arm: str, seed: int) -> Path:
 
 
 def values_of(claim: Claim, arm: str, seeds) -> list[float]:
-    """Of one arm; "start NAME" and a plain "start" read the first arm's runs, a number is itself."""
-    if arm.startswith("start"):
-        metric = arm.replace("start", "end") if " " in arm else claim.metric
-        return [value(folder_of(claim, claim.arms[0], seed), metric, start=True) for seed in seeds]
-    if ".py" in arm:
-        return [value(folder_of(claim, arm, seed), claim.metric) for seed in seeds]
-    return [float(arm)] * len(seeds)
+    """Of one arm; "start" and "start NAME" read the first arm's runs, a number is itself."""
+    start, _, name = arm.partition(" ")
+    if start != "start" and ".py" not in arm:
+        return [float(arm)] * len(seeds)
+    runs = claim.arms[0] if start == "start" else arm
+    metric = f"end {name}" if start == "start" and name else claim.metric
+    return [value(folder_of(claim, runs, seed), metric, start == "start") for seed in seeds]
 
 
 # ------------------------------------------- the verdict ----------------------------------------------------
-def verdict(mean: float, low: float, high: float, direction: int, margin: float) -> str:
-    """From the 95% interval (low, high) of the paired difference."""
-    below, above = (low, high) if direction > 0 else (-high, -low)
-    if below > 0 and direction * mean > margin:
-        return "shown"
-    return "opposite" if above < 0 else "not shown here"
+def judged(claim: Claim, first, second, mean: float, half: tuple, detectable: float, p: float) -> dict:
+    """A claim's result. half: how far the 95% interval reaches below and above the mean of the differences;
+    detectable: the smallest true difference that would have been found with 90% power."""
+    low, high = mean - half[0], mean + half[1]
+    below, above = (low, high) if claim.direction > 0 else (-high, -low)
+    said = "opposite" if above < 0 else "not shown here"
+    if below > 0 and claim.direction * mean > claim.margin:
+        said = "shown"
+    return dict(verdict=said, mean=mean, low=low, high=high, detectable=detectable, p=float(p), first=first,
+                second=second)
 
 
 def judge(first: list[float], second: list[float], claim: Claim) -> dict:
-    """Paired t over seeds. detectable: the smallest true difference that so many seeds would have found with
-    90% power; p: two-sided, of `collapse`, whose values are censored, by Wilcoxon's signed ranks."""
-    from scipy import stats
+    """Paired t over seeds; the p of `collapse`, whose values are censored, by Wilcoxon's signed ranks."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     n, mean = len(differences), fmean(differences)
     error = stdev(differences) / math.sqrt(n)
-    half = stats.t.ppf(.975, n - 1) * error
+    t = stats.t.ppf(.975, n - 1)
     p = 2 * stats.t.sf(abs(mean) / error, n - 1) if error else float(mean == 0)
     if claim.metric == "collapse":
         p = stats.wilcoxon(differences).pvalue if any(differences) else 1.0
-    return dict(mean=mean, low=mean - half, high=mean + half, p=float(p), first=first, second=second,
-                detectable=(stats.t.ppf(.975, n - 1) + stats.t.ppf(.9, n - 1)) * error,
-                verdict=verdict(mean, mean - half, mean + half, claim.direction, claim.margin))
+    return judged(claim, first, second, mean, (t * error, t * error), (t + stats.t.ppf(.9, n - 1)) * error, p)
+
+
+def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000) -> dict | None:
+    """The claim's two measures on rows of votes, and a bootstrap of their difference over problems; None if
+    there are no such votes."""
+    def measures(chosen: list[list[dict]]) -> list[float]:
+        rows = [row for rows in chosen for row in rows]
+        return [measured(rows, arm) for arm in claim.arms]
+
+    draw, (first, second) = random.Random(1), measures(problems)
+    if math.isnan(first - second):
+        return None
+    drawn = [measures(draw.choices(problems, k=len(problems))) for _ in range(resamples)]
+    differences = sorted(a - b for a, b in drawn if not math.isnan(a - b))
+    low, high = (differences[int(share * len(differences))] for share in (.025, .975))
+    mean, error = first - second, stdev(differences)
+    p = 2 * stats.norm.sf(abs(mean) / error) if error else 1.0
+    return judged(claim, [first], [second], mean, (mean - low, high - mean), 3.24 * error, p)  # 1.96 + 1.28
 
 
 def holm(ps: dict[str, float]) -> dict[str, float]:
@@ -122,6 +147,7 @@ def holm(ps: dict[str, float]) -> dict[str, float]:
     return adjusted
 
 
+# ------------------------------------------- the results ----------------------------------------------------
 def digest(claim: Claim) -> str:
     """Of what a result depends on: with another record it must be made again."""
     record = [claim.arms, REGIMES.get(claim.regime), claim.metric, claim.direction, claim.margin, claim.seeds,
@@ -135,268 +161,184 @@ def read_results() -> dict[str, dict]:
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
     if other:
-        raise UserError(f"results/claims.json has results of another record of {', '.join(other)}: the claim has "
-                        "changed since its runs. Delete its entry there and run it again.")
+        raise UserError(f"results/claims.json has results of another record of {', '.join(other)}: the claim "
+                        "has changed since its runs. Delete its entry there and run it again.")
     return results
 
 
-def keep(results: dict, claim: Claim, part: str, judged: dict) -> None:
-    results.setdefault(claim.id, dict(record=digest(claim)))[part] = judged
+def keep(claim: Claim, part: str, result: dict) -> None:
+    results = read_results()
+    results.setdefault(claim.id, dict(record=digest(claim)))[part] = result
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def sentence(claim: Claim, result: dict) -> str:
-    said = f"{result['mean']:+.3f}, 95% interval {result['low']:+.3f} to {result['high']:+.3f}"
-    if result["verdict"] == "not shown here":
-        said += f"; these runs would have found {result['detectable']:.3f} with 90% power"
-    return f"{claim.id}, {claim.says} {result['verdict'].capitalize()}: {said}."
+def minutes(claim: Claim) -> float:
+    """Core-minutes of both arms' reported runs."""
+    return MINUTES.get(claim.regime, 0.0) * len(claim.seeds) * sum(".py" in arm for arm in claim.arms)
+
+
+def run(claim: Claim, held_out: bool, workers: int) -> None:
+    """Its unfinished runs, then its result, figure and sentence."""
+    seeds = claim.held_out if held_out else claim.seeds
+    arms = [arm for arm in claim.arms if ".py" in arm]
+    if not arms or not seeds:
+        return
+    jobs = {}
+    for seed in seeds:
+        jobs |= {folder_of(claim, arm, seed): command_of(claim, arm, seed) for arm in arms}
+    print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
+          f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; {minutes(claim):.0f} core-minutes "
+          "if no run is there.", flush=True)
+    compare.run_all(jobs, workers)
+    result = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
+    keep(claim, "held_out" if held_out else "reported", result)
+    for arm, values in zip(claim.arms, (result["first"], result["second"])):
+        print(f"{arm:40} {' '.join(f'{x:.2f}' for x in values)}  mean {fmean(values):.3f}")
+    print(f"{result['verdict'].capitalize()}: {result['mean']:+.3f}, 95% interval {result['low']:+.3f} to "
+          f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
+    if not held_out:
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        name = claim.metric.partition(" ")[2]
+        panels = ["batch_pass@1", *([name] if name and not name.startswith(("eval/", "batch")) else [])]
+        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels)
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------
 def vote_row(classes: list, right: list[bool], entropies: list[float]) -> dict:
-    """What each method would do with one vote; by the names that claims use. Values or None, and conditions."""
-    import torch
-
-    import ettrl
-    import restrain
-    import scrl
-    import ttrl
+    """What the methods make of one vote, by the names that claims use: values or None, and conditions."""
     n, top = len(classes), ttrl.majority(classes)
-    rewards, gold = ttrl.majority_reward(classes), classes[right.index(True)] if True in right else None
-    won, share = top is not None and top == gold, classes.count(top) / n if top is not None else 0.0
-    positive, gated = scrl.pseudo_labels(classes, entropies)
-    _, ungated = scrl.pseudo_labels(classes, entropies, entropy_gate=False)
-    factors = ettrl.reshape_advantages(torch.ones(n), torch.tensor(entropies))
+    gold = classes[right.index(True)] if any(right) else None
+    won, share = top is not None and top == gold, classes.count(top) / n
     many = restrain.majority_count(classes) >= 3 * n / 16
+    positive, gated = scrl.pseudo_labels(classes, entropies)
+    ungated = scrl.pseudo_labels(classes, entropies, entropy_gate=False)[1]
+    rewards = ttrl.majority_reward(classes)
+    factors = ettrl.reshape_advantages(torch.ones(n), torch.tensor(entropies)).tolist()
 
-    def average(values, wanted):
-        chosen = [float(v) for v, w in zip(values, wanted) if w]
-        return fmean(chosen) if chosen else None
+    def average(values) -> float | None:
+        values = list(values)
+        return fmean(values) if values else None
 
     return {
-        "right": won, "wrong": not won, "share": share, "clear": share >= .375, "unclear": share < .375,
-        "many": many, "few": not many, "positive": positive is not None, "seen": gold is not None,
-        "pass@1": fmean(right), "reward right": fmean(bool(r) == ok for r, ok in zip(rewards, right)),
+        "right": won, "wrong": not won, "clear": share >= .375, "unclear": share < .375, "share": share,
+        "many": many, "few": not many, "positive": positive is not None,
+        "seen": any(right), "pass@1": average(right),
         "advantage": float(ttrl.group_advantages(rewards).max()),
-        "negative right": average([c != gold for c in gated], [True] * len(gated)),
-        "ungated right": average([c != gold for c in ungated], [True] * len(ungated)),
-        "gold negative": gold in gated if gold is not None else None,
-        "gold ungated": gold in ungated if gold is not None else None,
-        "entropy right": average(entropies, right), "entropy wrong": average(entropies, [not r for r in right]),
-        "factor": average(factors, [c == top for c in classes])}
+        "reward right": average(bool(reward) == ok for reward, ok in zip(rewards, right)),
+        "negative right": average(c != gold for c in gated),
+        "ungated right": average(c != gold for c in ungated),
+        "gold negative": gold in gated if any(right) else None,
+        "gold ungated": gold in ungated if any(right) else None,
+        "entropy right": average(h for h, ok in zip(entropies, right) if ok),
+        "entropy wrong": average(h for h, ok in zip(entropies, right) if not ok),
+        "factor": average(factor for factor, c in zip(factors, classes) if c == top)}
 
 
 def measured(rows: list[dict], measure: str) -> float:
-    """Mean of a name over these rows; "name | condition": over those where the condition holds; or a number."""
-    if measure.replace(".", "").isdigit():
+    """Mean of a name over rows; "name | condition": of those where that holds; or a number. nan: no row."""
+    if measure.isdigit():
         return float(measure)
     name, _, condition = measure.partition(" | ")
     values = [row[name] for row in rows if (not condition or row[condition]) and row[name] is not None]
     return fmean(values) if values else math.nan
 
 
-def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000) -> dict:
-    """Bootstrap over problems of the difference between the claim's two measures."""
-    from scipy import stats
-    draw, drawn = random.Random(1), []
-    every = [row for rows in problems for row in rows]
-    first, second = (measured(every, arm) for arm in claim.arms)
-    for _ in range(resamples):
-        rows = [row for rows in draw.choices(problems, k=len(problems)) for row in rows]
-        drawn.append(measured(rows, claim.arms[0]) - measured(rows, claim.arms[1]))
-    drawn = sorted(x for x in drawn if not math.isnan(x))
-    if len(drawn) < resamples / 2:
-        return {}  # no such votes, as SCRL's negative labels among 8
-    low, high, error = drawn[int(.025 * len(drawn))], drawn[int(.975 * len(drawn))], stdev(drawn)
-    p = 2 * stats.norm.sf(abs(first - second) / error) if error else 1.0
-    return dict(mean=first - second, low=low, high=high, p=float(p), first=first, second=second,
-                detectable=3.24 * error,  # 1.96 + 1.28 standard errors
-                verdict=verdict(first - second, low, high, claim.direction, claim.margin))
-
-
-def count_votes(options) -> dict[int, list[list[dict]]]:
-    """{N: for each problem the rows of random subsets of N votes}, from one sampling of the start model."""
-    from tools.explain import sample_votes
+def votes(options) -> None:
+    """Table and figure of all claims about votes; of the toy's also the results."""
     sampled = sample_votes(options.model, options.dataset, options.n, 1, options.problems, options.prompt)
     draw, found = random.Random(1), {}
-    for size in [size for size in SIZES if size < options.n or size == options.n]:
+    for size in [size for size in SIZES if size <= options.n]:
         found[size] = []
         for vote in sampled:
             found[size].append([])
-            for _ in range(SUBSETS):
-                chosen = draw.sample(range(options.n), size)
-                parts = (vote.classes, vote.right, vote.entropies)
-                found[size][-1].append(vote_row(*([part[i] for i in chosen] for part in parts)))
-    return found
+            for chosen in [draw.sample(range(options.n), size) for _ in range(SUBSETS)]:
+                parts = [[part[i] for i in chosen] for part in (vote.classes, vote.right, vote.entropies)]
+                found[size][-1].append(vote_row(*parts))
+    toy = not options.model and options.dataset == "toy/hard.jsonl"
+    print(f"| id | claim | {' | '.join(f'N = {n}' for n in found)} |\n|---|---|{'---|' * len(found)}")
+    for claim in [claim for claim in CLAIMS if claim.regime == VOTES]:
+        cells = []
+        for size, problems in found.items():
+            result = judge_votes(problems, claim)
+            cells.append("no such votes" if result is None else f"{result['mean']:+.3f} ({result['low']:+.3f} "
+                         f"to {result['high']:+.3f}), {result['verdict']}")
+            if toy and size == 16:
+                keep(claim, "reported", result)
+        print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    out = IMAGES / "votes.png" if toy else Path("votes.png")
+    draw_votes({size: [row for rows in problems for row in rows] for size, problems in found.items()}, out)
+    print(f"Figure: {out}")
 
 
-def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
-    """Four panels: label accuracy over N, over the share, the advantage over the share, negatives' accuracy."""
-    import matplotlib
+def draw_votes(rows: dict[int, list[dict]], out: Path) -> None:
+    """Four panels: labels and negatives over the number of votes, majorities over their share."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.4))
-    rows = {size: [row for problem in problems for row in problem] for size, problems in found.items()}
-    for axis, names in ((axes[0], ("reward right", "right | positive", "right", "pass@1")),
-                        (axes[3], ("negative right", "ungated right"))):
+    bins: dict[float, list[dict]] = {}
+    for row in rows[max(rows)]:
+        bins.setdefault(min(int(row["share"] * 8), 7) / 8 + .0625, []).append(row)
+    panels = (("how often right, over N", rows, ("reward right", "right | positive", "right", "pass@1")),
+              ("P(majority right), over its share", bins, ("right",)),
+              ("the majority's GRPO advantage, over its share", bins, ("advantage",)),
+              ("how often negative labels are right, over N", rows, ("negative right", "ungated right")))
+    for axis, (title, groups, names) in zip(axes, panels):
         for name in names:
-            axis.plot(list(rows), [measured(rows[size], name) for size in rows], marker="o", label=name)
-        axis.set_xlabel("votes N")
-        axis.legend(fontsize=8)
-    largest = rows[max(rows)]
-    bins = [(low / 8, [row for row in largest if low / 8 <= row["share"] < (low + 1) / 8]) for low in range(8)]
-    bins = [(low, members) for low, members in bins if members]
-    axes[1].bar([low + .06 for low, _ in bins], [measured(members, "right") for _, members in bins], width=.1)
-    axes[2].plot([low + .06 for low, _ in bins], [measured(members, "advantage") for _, members in bins], "o-")
-    for axis, title in zip(axes, ("how often labels and rewards are right",
-                                  f"P(majority right) by its share, N = {max(rows)}",
-                                  "GRPO's advantage of the majority, by share", "how often negative labels are right")):
+            axis.plot(sorted(groups), [measured(groups[x], name) for x in sorted(groups)], "o-", label=name)
         axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(out, dpi=90)
     pyplot.close(figure)
 
 
-def votes(options) -> None:
-    found = count_votes(options)
-    records = [claim for claim in CLAIMS if claim.regime == VOTES]
-    print("| id | claim | " + " | ".join(f"N = {size}" for size in found) + " | verdict at N = "
-          f"{sorted(found)[len(found) // 2]} |\n|---|---|" + "---|" * (len(found) + 1))
-    toy = not options.model and options.dataset == "toy/hard.jsonl"
-    results = read_results()
-    for claim in records:
-        judged = {size: judge_votes(problems, claim) for size, problems in found.items()}
-        cells = [f"{j['mean']:+.3f} ({j['low']:+.3f} to {j['high']:+.3f})" if j else "none" for j in judged.values()]
-        main = judged[sorted(found)[len(found) // 2]]
-        print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} | {main.get('verdict', 'not testable here')} |")
-        if toy and main:
-            keep(results, claim, "reported", main)
-    out = ROOT / "docs/images/claims/votes.png" if toy else Path("votes.png")
-    draw_votes(found, out)
-    print(f"Figure: {out}")
-
-
-# ----------------------------------------------- runs -------------------------------------------------------
-def run_claims(claims: list[Claim], held_out: bool, workers: int) -> None:
-    """Their unfinished runs, then each one's result and sentence."""
-    results, part = read_results(), "held_out" if held_out else "reported"
-    for claim in claims:
-        seeds = claim.held_out if held_out else claim.seeds
-        if not claim.regime or claim.regime == VOTES or not seeds:
-            continue
-        arms = [arm for arm in claim.arms if ".py" in arm]
-        jobs = {}
-        for seed in seeds:
-            for arm in arms:
-                jobs[folder_of(claim, arm, seed)] = command_of(claim, arm, seed)
-        todo = [folder for folder, command in jobs.items() if compare.state_of(folder, command) != "finished"]
-        print(f"\n{claim.id}: {claim.says} ({claim.place})\nCompared: {' - '.join(claim.arms)}, {claim.metric}, "
-              f"{claim.regime}, seeds {seeds[0]} to {seeds[-1]}; {len(todo)} of {len(jobs)} runs to do, about "
-              f"{minutes(claim) * len(todo) / max(1, len(jobs)):.0f} core-minutes.", flush=True)
-        compare.run_all(jobs, workers)
-        judged = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
-        keep(results, claim, part, judged | dict(seeds=list(seeds)))
-        print("| seed | " + " | ".join(claim.arms) + " |\n|---|---|---|")
-        for seed, a, b in zip(seeds, judged["first"], judged["second"]):
-            print(f"| {seed} | {a:.3f} | {b:.3f} |")
-        print(sentence(claim, judged), flush=True)
-        if not held_out:
-            draw(claim, ROOT / f"docs/images/claims/{claim.id}.png")
-
-
-MINUTES = dict(HARD8=.3, LONG8=2.7, HARD16=.8, PLAIN=.8, SLIPS=1.0, TREE=.3, DYN=.9)  # a run, on an idle core
-
-
-def minutes(claim: Claim) -> float:
-    """Core-minutes of both arms' reported runs."""
-    if claim.regime == VOTES:
-        return 1.0
-    return MINUTES.get(claim.regime, 0.0) * len(claim.seeds) * sum(".py" in arm for arm in claim.arms)
-
-
-def draw(claim: Claim, out: Path) -> None:
-    """Left the metric (or, of an evaluation, the batch's pass@1) over the steps, thin lines the seeds; right
-    the values that the verdict compares, a line for each seed."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    _, _, name = claim.metric.partition(" ")
-    name = "batch_pass@1" if not name or name.startswith("eval/") else name
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.5, 2.8), width_ratios=(2, 1))
-    for arm, colour in zip(claim.arms, ("#0072B2", "#D55E00")):
-        if ".py" not in arm:
-            continue
-        curves = [[line[name] for line in plot.read_metrics(folder_of(claim, arm, seed)) if name in line]
-                  for seed in claim.seeds]
-        for curve in curves:
-            left.plot(range(1, len(curve) + 1), curve, color=colour, alpha=.25, linewidth=.7)
-        means = [fmean(values) for values in zip(*curves)]
-        left.plot(range(1, len(means) + 1), means, color=colour, linewidth=2, label=arm)
-    pairs = zip(*(values_of(claim, arm, claim.seeds) for arm in claim.arms))
-    for pair in pairs:
-        right.plot((0, 1), pair, color="#555555", marker=".", linewidth=.8)
-    right.set_xticks((0, 1), ["first", "second" if ".py" in claim.arms[1] else claim.arms[1].split()[0]])
-    right.set_title(claim.metric.replace("eval/train/", ""), fontsize=9)
-    left.set_title(f"{name}, {claim.regime}", fontsize=9)
-    left.legend(fontsize=7)
-    figure.tight_layout()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=80)
-    pyplot.close(figure)
-
-
+# ------------------------------------------------ the page --------------------------------------------------
 def page() -> str:
-    """docs/claims.md, from the records, the results and the template beside this file."""
-    import jinja2
-    results = read_results()
-    reported = {claim.id: results.get(claim.id, {}).get("reported", {}) for claim in CLAIMS}
-    adjusted = holm({name: result["p"] for name, result in reported.items() if result})
-    counts: dict[str, int] = {}
-    rows = []
+    """docs/claims.md, from the records, the results and its template."""
+    results, rows = read_results(), {}
+    adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
     for claim in CLAIMS:
-        result = reported[claim.id]
-        said = result.get("verdict", "not run yet" if claim.regime else "not testable here")
-        counts[said] = counts.get(said, 0) + 1
-        rows.append(dict(claim=claim, result=result, held_out=results.get(claim.id, {}).get("held_out", {}),
-                         verdict=said, holm=adjusted.get(claim.id), minutes=minutes(claim)))
-    template = (ROOT / "tools/templates/claims.md").read_text(encoding="utf-8")
+        parts = results.get(claim.id, {})
+        said = "not run yet" if claim.regime else "not testable here"
+        rows[claim.id] = dict(claim=claim, minutes=minutes(claim), holm=adjusted.get(claim.id),
+                              result=parts.get("reported"), held_out=parts.get("held_out"),
+                              verdict=parts["reported"]["verdict"] if "reported" in parts else said)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    by_id = {row["claim"].id: row for row in rows}
-    return environment.from_string(template).render(rows=rows, counts=counts, of=by_id, regimes=REGIMES) + "\n"
+    template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
+    verdicts = [row["verdict"] for row in rows.values()]
+    return template.render(rows=rows, verdicts=verdicts, regimes=REGIMES) + "\n"
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.claims", description=__doc__, formatter_class=shape)
-    parser.add_argument("what", nargs="+", help="list, votes, all, page, or the ids of claims")
-    parser.add_argument("--held_out", action="store_true", help="the held-out seeds, 11 to 18")
+    parser.add_argument("what", nargs="+", help="list, votes, all, page, or ids of claims")
+    parser.add_argument("--held_out", action="store_true", help="their held-out seeds, 11 to 18")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
-    for_votes = parser.add_argument_group("votes, of another model or other problems")
-    for_votes.add_argument("--model", default="", help="Hub id or folder; empty: the toy; smollm2")
-    for_votes.add_argument("--dataset", default="toy/hard.jsonl", help="Hub id, short name or file")
-    for_votes.add_argument("--prompt", default="system", help="as in the scripts")
-    for_votes.add_argument("--problems", type=int, default=96, help="the first so many")
-    for_votes.add_argument("--n", type=int, default=64, help="responses per problem, at least 8")
+    parser.add_argument("--model", default="", help="of votes: Hub id or folder; empty: the toy; smollm2")
+    parser.add_argument("--dataset", default="toy/hard.jsonl", help="of votes: Hub id, short name or file")
+    parser.add_argument("--prompt", default="system", help="of votes: as in the scripts")
+    parser.add_argument("--problems", type=int, default=96, help="of votes: the first so many")
+    parser.add_argument("--n", type=int, default=64, help="of votes: responses per problem, at least 8")
     options = parser.parse_args()
     by_id = {claim.id: claim for claim in CLAIMS}
-    unknown = [name for name in options.what if name not in by_id and name not in ("list", "votes", "all", "page")]
-    if unknown:
-        parser.error(f"there is no claim {unknown[0]}; there are {', '.join(by_id)} (python -m tools.claims list).")
+    for word in options.what:
+        if word not in {*by_id, "list", "votes", "all", "page"}:
+            parser.error(f"there is no claim {word}; the claims are {', '.join(by_id)}.")
     try:
-        if "list" in options.what:
-            results = read_results()
-            for claim in CLAIMS:
-                found = results.get(claim.id, {}).get("reported", {}).get("verdict", "not run yet")
-                found = found if claim.regime else "not testable here"
-                print(f"{claim.id:6} {minutes(claim):5.1f} min  {found:18} {claim.says}")
-        if "votes" in options.what or "all" in options.what:
+        for row in CLAIMS if "list" in options.what else []:
+            said = read_results().get(row.id, {}).get("reported", {}).get("verdict", "")
+            print(f"{row.id:6} {minutes(row):5.1f} min  {said or '-':15} {row.says}")
+        every = "all" in options.what
+        if every and not options.held_out or "votes" in options.what:
             votes(options)
-        chosen = CLAIMS if "all" in options.what else [by_id[name] for name in options.what if name in by_id]
-        run_claims(chosen, options.held_out, max(1, options.workers))
-        if {"all", "page"} & set(options.what):
+        for claim in CLAIMS if every else [by_id[word] for word in options.what if word in by_id]:
+            run(claim, options.held_out, max(1, options.workers))
+        if every or "page" in options.what:
             (ROOT / "docs/claims.md").write_text(page(), encoding="utf-8")
-            print("Written: docs/claims.md")
+            print("docs/claims.md is written.")
     except UserError as error:
         sys.exit(f"Error: {error}")
 

@@ -113,8 +113,8 @@ def start(folder: Path, command: list[str]) -> multiprocessing.Process:
 def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     """Run the commands {folder: command} that are not finished, `workers` at a time.
 
-    Raises common.UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on which
-    it finishes its step and writes a checkpoint."""
+    Raises common.UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on
+    which it finishes its step and writes a checkpoint."""
     waiting = [folder for folder, command in jobs.items() if state_of(folder, command) != "finished"]
     running: dict[Path, multiprocessing.Process] = {}
     try:
@@ -126,7 +126,7 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
             time.sleep(1)
             for folder in [folder for folder, process in running.items() if process.exitcode is not None]:
                 if running.pop(folder).exitcode:
-                    raise common.UserError(f"a run failed; see {folder.parent}/logs/{folder.name}.txt.")
+                    raise common.UserError(f"a run failed; see {folder.parent}/logs, {folder.name}.txt.")
     finally:
         for process in running.values():
             process.terminate()

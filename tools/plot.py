@@ -4,8 +4,8 @@
     python -m tools.plot runs/a runs/b -o both.png
     python -m tools.plot runs/compare/*-seed* --benchmark toy_test --panels pass@1,pass@k,loss -o three.png
 
-Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are one line, their mean, with a band
-from the lowest to the highest. The default panels are those of PANELS that the runs have, and every metric
+Runs that differ only in their seed (folders NAME-seed1, NAME-seed2 ...) are one line, their mean, above thin
+lines, the seeds. The default panels are those of PANELS that the runs have, and every metric
 that no script of this repository logs, such as a fork's own; --panels draws any metric of docs/metrics.md.
 """
 
@@ -114,7 +114,7 @@ def styles(names: list[str]) -> dict[str, tuple]:
 
 # ---------------------------------------------- drawing --------------------------------------------------
 def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style: dict[str, tuple]) -> None:
-    """A line per name: the mean over its seeds at the steps that all of them have, and their range."""
+    """A line per name, the mean over its seeds at the steps that all of them have; thin lines are seeds."""
     for name, seeds in drawn.items():
         steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
         columns = []
@@ -123,7 +123,8 @@ def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style
         colour, line = style[name]
         axis.plot(steps, list(map(statistics.fmean, columns)), color=colour, linestyle=line, label=name,
                   marker="." if len(steps) < 10 else None)
-        axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
+        for seed in seeds if len(seeds) > 1 else []:
+            axis.plot(list(seed), list(seed.values()), color=colour, alpha=0.3, linewidth=0.6)
     axis.set_title(title.removeprefix("eval/").replace("_", " "), fontsize=10)
     axis.grid(alpha=0.3)
     axis.locator_params(axis="x", integer=True)

@@ -188,8 +188,8 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
     for seed in seeds:
         jobs |= {folder_of(claim, arm, seed): command_of(claim, arm, seed) for arm in arms}
     print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
-          f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; {minutes(claim):.0f} core-minutes "
-          "if no run is there.", flush=True)
+          f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most {minutes(claim):.0f} "
+          "core-minutes.", flush=True)
     compare.run_all(jobs, workers)
     result = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
     keep(claim, "held_out" if held_out else "reported", result)
@@ -261,8 +261,9 @@ def votes(options) -> None:
         cells = []
         for size, problems in found.items():
             result = judge_votes(problems, claim)
-            cells.append("no such votes" if result is None else f"{result['mean']:+.3f} ({result['low']:+.3f} "
-                         f"to {result['high']:+.3f}), {result['verdict']}")
+            interval = f"{result['low']:+.3f} to {result['high']:+.3f}" if result else ""
+            said = f"{result['mean']:+.3f} ({interval}), {result['verdict']}" if result else "no such votes"
+            cells.append(said)
             if toy and size == 16:
                 keep(claim, "reported", result)
         print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")

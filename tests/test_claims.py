@@ -1,0 +1,120 @@
+"""tools.claims: records, verdicts and values; the runs themselves are its user's."""
+
+import json
+import random
+import sys
+
+import pytest
+from test_tools import make_run
+
+from engine.base import UserError
+from tools import claims
+from tools.claim_records import CLAIMS, DEVELOPMENT, REGIMES, VOTES, Claim
+
+PAIR = Claim("X", "", "", ("a.py", "b.py"), "HARD8", "end eval/train/pass@1", +1, .05)
+
+
+# ------------------------------------------------ records -----------------------------------------------
+def test_every_claim_has_one_regime_no_rate_of_its_own_and_no_development_seed():
+    assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
+    for claim in CLAIMS:
+        assert not {seed for seed in claim.seeds + claim.held_out if seed >= DEVELOPMENT}, claim.id
+        assert not set(claim.seeds) & set(claim.held_out), claim.id
+        assert not any("--lr" in arm or "--seed" in arm for arm in claim.arms), claim.id
+        assert claim.regime in {*REGIMES, VOTES} or claim.note, f"{claim.id}: why can it not be tested?"
+
+
+def test_results_are_those_of_the_records_as_they_stand():
+    results = claims.read_results()
+    assert results, "results/claims.json is empty"
+    assert (claims.ROOT / "docs/claims.md").read_text() == claims.page()
+
+
+def test_a_changed_record_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "RESULTS", tmp_path / "claims.json")
+    claims.keep(CLAIMS[0], "reported", dict(verdict="shown"))
+    assert list(claims.read_results()) == [CLAIMS[0].id]
+    claims.RESULTS.write_text(json.dumps({CLAIMS[0].id: dict(record="0" * 16)}))
+    with pytest.raises(UserError, match=f"of another record of {CLAIMS[0].id}: the claim has changed"):
+        claims.read_results()
+
+
+def test_an_unknown_claim_prints_the_claims(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["claims", "T99"])
+    with pytest.raises(SystemExit):
+        claims.main()
+    assert "there is no claim T99; the claims are T1, T2" in capsys.readouterr().err
+
+
+# ------------------------------------------------ verdicts ----------------------------------------------
+def test_the_paired_t_by_hand():
+    # differences .1 .2 .3: mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.303, t(.9, 2) = 1.886
+    result = claims.judge([.5, .7, .9], [.4, .5, .6], PAIR)
+    assert result["mean"] == pytest.approx(.2) and result["low"] == pytest.approx(.2 - .2484, abs=1e-4)
+    assert result["detectable"] == pytest.approx(.0577 * 6.189, abs=1e-3)
+    assert result["p"] == pytest.approx(.0742, abs=1e-4) and result["verdict"] == "not shown here"
+
+
+@pytest.mark.parametrize("first, verdict", [
+    ([.50, .51, .52, .50], "shown"), ([.43, .44, .43, .44], "not shown here"),  # below the margin of .05
+    ([.1, .9, .2, .8], "not shown here"), ([.2, .21, .2, .19], "opposite"), ([.4] * 4, "not shown here")])
+def test_the_rule_needs_the_interval_and_the_margin(first, verdict):
+    assert claims.judge(first, [.4] * 4, PAIR)["verdict"] == verdict
+
+
+def test_with_equal_arms_shown_is_as_rare_as_it_should_be():
+    draw, said = random.Random(1), []
+    for _ in range(200):
+        first, second = ([draw.gauss(.5, .1) for _ in range(8)] for _ in range(2))
+        said.append(claims.judge(first, second, PAIR)["verdict"])
+    assert said.count("shown") <= 12, "2.5% of 200 are 5; more than 12 has a probability of .002"
+
+
+def test_with_shuffled_labels_of_votes_shown_is_as_rare_as_it_should_be():
+    draw, said = random.Random(1), []
+    claim = Claim("X", "", "", ("right | clear", "right | unclear"), VOTES)
+    for _ in range(200):
+        rows = []
+        for _ in range(40):
+            clear = draw.random() < .5
+            rows.append([dict(right=draw.random() < .6, clear=clear, unclear=not clear)])
+        said.append(claims.judge_votes(rows, claim, resamples=100)["verdict"])
+    assert said.count("shown") <= 14
+
+
+def test_holm_by_hand():
+    assert claims.holm(dict(a=.01, b=.04, c=.03)) == pytest.approx(dict(a=.03, c=.06, b=.06))
+
+
+# ------------------------------------------------- values -----------------------------------------------
+def test_what_a_metric_reads(tmp_path):
+    lines = [dict(step=0) | {"eval/train/pass@1": .5}]
+    curve = [.5] * 10 + [.9] * 10 + [.3] * 10
+    lines += [{"step": i + 1, "batch_pass@1": x} for i, x in enumerate(curve)]
+    lines[-1]["eval/train/pass@1"] = .25
+    run = make_run(tmp_path / "run", [json.dumps(line) for line in lines])
+    (run / "evaluations.jsonl").write_text(
+        '{"step": 0, "right": [0.5, 0.25], "majority": [true, false]}\n'
+        '{"step": 30, "right": [1.0, 0.0], "majority": [true, false]}\n')
+    assert claims.value(run, "end eval/train/pass@1") == .25
+    assert claims.value(run, "end eval/train/pass@1", start=True) == .5
+    assert claims.value(run, "last batch_pass@1") == pytest.approx(.3)
+    assert claims.value(run, "mean batch_pass@1") == pytest.approx(17 / 30)
+    assert claims.value(run, "kept") == pytest.approx(-.6)
+    assert claims.value(run, "late batch_pass@1") == pytest.approx(.3 - .9)  # steps 25 to 30, 13 to 18
+    assert claims.value(run, "collapse") == 19  # two of .9 and eight of .3: a mean of .42
+    assert claims.value(run, "sharpening") == pytest.approx(.75)
+
+
+def test_a_votes_row_by_hand():
+    # eight votes: the answer 0 four times (wrong), 1 twice (right), 2 once, none once
+    classes, entropies = [0, 0, 0, 0, 1, 1, 2, None], [.1, .1, .1, .1, .2, .2, .9, .9]
+    row = claims.vote_row(classes, [c == 1 for c in classes], entropies)
+    assert row["wrong"] and row["clear"] and row["many"] and row["seen"] and row["positive"]
+    assert row["share"] == .5 and row["pass@1"] == .25
+    assert row["reward right"] == 2 / 8  # only 2 and the missing answer are judged rightly
+    assert row["advantage"] == pytest.approx(.5 / (2 / 7) ** .5, rel=1e-4)  # (1 - 1/2) / unbiased std
+    assert row["negative right"] is None  # 1/8 is not below tau_neg
+    assert row["entropy right"] == pytest.approx(.2) and row["entropy wrong"] == pytest.approx(2.2 / 6)
+    assert row["factor"] == pytest.approx(1.2)  # 1 + (.325 - .1) / .325, at most 1.2
+    assert claims.measured([row], "right | wrong") == 0 and claims.measured([row], "3") == 3

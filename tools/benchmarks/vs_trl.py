@@ -87,6 +87,7 @@ def ours(folder: Path, job: dict, steps: int) -> tuple[list[dict], Peak]:
     """ttrl.py itself: the seconds of each step's parts, and the memory of its updates."""
     import common
     import ttrl
+    from engine.answers import answers_equal
     peak, clock, last, run_class = Peak(), [], [None], common.Run
     phase, start, end_step = run_class.phase, run_class.start, run_class.end_step
 
@@ -106,7 +107,7 @@ def ours(folder: Path, job: dict, steps: int) -> tuple[list[dict], Peak]:
         end_step(run, *extra)
         clock.append(time.process_time())
 
-    common.answers_equal("x+1", "1+x")  # loads math-verify: once in a run, no part of a step
+    answers_equal("x+1", "1+x")  # loads math-verify: once in a run, no part of a step
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     args = ttrl.Args(
         model=job["model"], dataset=str(folder / "problems.jsonl"), prompt=job["style"], sampler="hf",

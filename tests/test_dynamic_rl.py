@@ -12,7 +12,7 @@ import common
 import dynamic_rl
 from dynamic_rl import Args, Question, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
-from dynamic_rl import token_overlap, tokens_covering, write_questions
+from dynamic_rl import token_overlap, write_questions
 from engine.data import encode_prompt
 
 TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
@@ -115,16 +115,6 @@ def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
 def test_find_question(text, question, rest):
     found, end = find_question(text)
     assert found == question and text[end:] == rest
-
-
-def test_tokens_covering():
-    pieces = ["Ques", "tion:", " How", " many?\n\n", "Solution", ":"]
-
-    def decode(ids):
-        return "".join(pieces[i] for i in ids)
-
-    assert tokens_covering("Question: How many?", list(range(6)), decode) == 4  # with the line break's token
-    assert tokens_covering("Question: How", list(range(6)), decode) == 3
 
 
 KEEP = [

@@ -6,7 +6,7 @@ from conftest import run_toy
 
 import common
 import ettrl
-from ettrl import Args, Fork, clip_advantages, fork_points, graft, reshape_advantages, tree_cost, tree_leaves
+from ettrl import Args, Fork, fork_points, graft, reshape_advantages, tree_cost, tree_leaves
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
@@ -46,11 +46,6 @@ def test_fork_points(logprobs, n, forbidden, expected):
 def test_reshaping_by_hand(advantages, entropies, bounds, expected):
     reshaped = reshape_advantages(torch.tensor(advantages), torch.tensor(entropies), *bounds)
     assert reshaped.tolist() == pytest.approx(expected)
-
-
-def test_clip_by_hand():
-    assert clip_advantages(torch.tensor([-3.0, -2.0, 0.5, 5.48])).tolist() == [-2.0, -2.0, 0.5, 2.0]
-    assert clip_advantages(torch.tensor([-3.0, 0.5]), 1.0).tolist() == [-1.0, 0.5]
 
 
 # ------------------------------------------------- the tree -----------------------------------------------

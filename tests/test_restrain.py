@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from restrain import Args, gaussian_weight, label_weights, prompt_weight, restrain_advantages, weighted_labels
+from restrain import gaussian_weight, label_weights, prompt_weight, restrain_advantages, weighted_labels
 
 
 def close(tensor, expected, tolerance=1e-5):
@@ -73,8 +73,3 @@ def test_kappa_votes_are_enough():
 def test_prompt_weight_by_hand():
     assert prompt_weight(16, 16) == 1.0  # 8 of 16 are in its docstring
     assert prompt_weight(0, 16) == pytest.approx(0.135335, abs=1e-6)  # exp(-1 / 0.5): no answer keeps exp(-2)
-
-
-def test_good_borders():
-    assert Args(kappa=16, sigma=0.0, delta=0.0).errors() == []
-    assert Args(kappa=0, sigma=math.inf, prompt_sigma=0.0).errors() == []

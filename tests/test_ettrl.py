@@ -6,7 +6,7 @@ from conftest import run_toy
 
 import common
 import ettrl
-from ettrl import Args, Fork, fork_points, graft, reshape_advantages, tree_cost, tree_leaves
+from ettrl import Args, Fork, choose_forks, fork_points, graft, reshape_advantages, tree_cost, tree_leaves
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
@@ -49,8 +49,16 @@ def test_reshaping_by_hand(advantages, entropies, bounds, expected):
 
 
 # ------------------------------------------------- the tree -----------------------------------------------
-def rollout(ids) -> common.Rollout:
-    return common.Rollout([1, 2], ids, torch.zeros(len(ids)), True)
+def rollout(ids, logprobs=None) -> common.Rollout:
+    return common.Rollout([1, 2], ids, torch.tensor(logprobs or [0.0] * len(ids)), True)
+
+
+def test_a_fork_is_not_at_the_end_of_the_text_and_prompts_take_turns():
+    # surprisal 9: an end of the text; the last trunk is nothing else
+    groups = [[rollout([5, 6, 7], [-1.0, -3.0, -9.0])],
+              [rollout([5, 6, 7, 8], [-4.0, -3.0, -5.0, -9.0]), rollout([9], [-1.0])]]
+    forks = choose_forks(None, groups, Args(trunks=2, forks=2))
+    assert forks == [Fork(0, 0, 1), Fork(1, 0, 2), Fork(0, 0, 0), Fork(1, 0, 0)]
 
 
 @pytest.mark.parametrize("length, n, b", [(3, 2, 2), (6, 5, 3), (5, 0, 2)])

@@ -171,8 +171,6 @@ def scrl_rewards(seen, group) -> tuple[list[float], object, set]:
 
 
 def gaussian(share: float, sigma: float) -> float:
-    if sigma == 0:
-        return float(share == 1)
     return math.exp(-(share - 1) ** 2 / (2 * sigma ** 2))
 
 
@@ -190,7 +188,7 @@ def restrain_targets(seen, group) -> tuple[list[Target], object]:
         u = gaussian(votes / n, args.prompt_sigma)
     if votes < args.kappa:
         return [Target([(1.0, -args.delta)], u)] * n, None
-    if args.label_weighting == "majority" or args.sigma == 0:
+    if args.label_weighting == "majority":
         raw = {answer: float(answer == vote(answers)) for answer in counts}
     elif args.label_weighting == "uniform":
         raw = dict.fromkeys(counts, 1.0)

@@ -1,6 +1,5 @@
 """Dynamic RL: formulas against numbers worked out by hand, the filter rules on real questions, and runs."""
 
-import itertools
 import time
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import common
 import dynamic_rl
 from dynamic_rl import Args, Question, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
-from dynamic_rl import token_overlap, tokens_covering, write_questions
+from dynamic_rl import token_overlap, write_questions
 from engine.data import encode_prompt
 
 TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
@@ -24,9 +23,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
     (0.0, 0.75, 0.0),
     (14 / 16, 0.75, 0.5),       # (1 - 0.875) / (1 - 0.75) = 0.125 / 0.25
     (0.5, 0.25, 2 / 3),         # (1 - 0.5) / (1 - 0.25)
-    (0.125, 0.25, 0.5),         # 0.125 / 0.25
-    (0.3, 1.0, 0.3),            # tau = 1: the first branch only, no division by 0
-    (1.0, 1.0, 1.0)])
+    (1.0, 1.0, 1.0)])           # tau = 1: the first branch only, no division by 0
 def test_question_reward_eq_8(p, tau, expected):
     assert question_reward(p, tau) == pytest.approx(expected)
 
@@ -35,7 +32,6 @@ def test_question_reward_eq_8(p, tau, expected):
     ([1, 2, 3, 4], [1, 9, 3, 4], 3 / 4),
     ([1, 2, 3, 4], [1, 2], 1.0),          # over the shorter length: a beginning overlaps wholly
     ([1, 2, 3], [9, 1, 2, 3], 0.0),       # by position: shifted by one, nothing is the same
-    ([5], [5, 6, 7], 1.0),
     ([], [], 1.0),
     ([], [1], 0.0),
     ([1], [], 0.0)])
@@ -49,14 +45,11 @@ def test_question_diversity_eq_10():
     rewards = question_diversity([[8, 2], [8, 3, 4], [8], [5, 5]])
     assert rewards.tolist() == pytest.approx([0.4, 0.4, 1 / 3, 1.0])
     assert question_diversity([[], [], [1]]).tolist() == pytest.approx([0.5, 0.5, 1.0])
-    assert question_diversity([[1, 2]] * 4).tolist() == [0.25] * 4  # collapse: 1 / n
 
 
 @pytest.mark.parametrize("classes, expected", [
     ([0, 1, 0, 2, 0], [1 / 3, 1, 1 / 3, 1, 1 / 3]),
-    ([0, None, None, 0], [0.5, 0, 0, 0.5]),     # None gets 0 and is not counted
-    ([None, None], [0, 0]),
-    ([], [])])
+    ([0, None, None, 0], [0.5, 0, 0, 0.5])])    # None gets 0 and is not counted
 def test_answer_diversity_eq_12(classes, expected):
     assert answer_diversity(classes).tolist() == pytest.approx(expected)
 
@@ -73,7 +66,6 @@ def test_question_advantages_eq_14():
     r_da = torch.tensor([0.5, 1.0])
     advantages = question_advantages(r_q, r_dq, r_da, lambda_q=2, lambda_dq=0, lambda_da=3)
     assert advantages.tolist() == pytest.approx([-3.53553, 3.53553], abs=5e-5)
-    assert question_advantages(torch.zeros(3), torch.ones(3), torch.zeros(3)).tolist() == [0, 0, 0]
 
 
 def written(p, answer, tokens, kept=True) -> Question:
@@ -81,17 +73,12 @@ def written(p, answer, tokens, kept=True) -> Question:
     return Question(rollout, tokens, kept, p, answer)
 
 
-def four_questions() -> list[Question]:
-    """One like the next in half of its tokens, that one filtered, one unanimous, one no question at all."""
-    return [written(0.75, "4", [1, 2]), written(0.375, "4", [1, 3], kept=False),
-            written(1.0, "9", [7, 7]), written(0.0, None, [], kept=False)]
-
-
 def test_reward_questions_by_hand():
     # tau 0.75, n = 4.  R_q: 1 for p = 0.75; filtered: 0 (its own would be 0.5); 0 for p = 1; none found: 0
     # R_dq: [1, 2] and [1, 3] overlap 1/2: 2/3 each; [7, 7] 1; none found: 0 (not 1: it is no question)
     # R_da: answers 4, 4, 9, none: 1/2, 1/2, 1, 0
-    questions = four_questions()
+    questions = [written(0.75, "4", [1, 2]), written(0.375, "4", [1, 3], kept=False),
+                 written(1.0, "9", [7, 7]), written(0.0, None, [], kept=False)]
     metrics = reward_questions(questions, Args(lambda_q=1, lambda_dq=1, lambda_da=1))
     agreeing = {f"agreeing/{i}": int(i in (6, 12, 16)) for i in range(1, 17)}  # p times 16 solutions
     assert metrics == pytest.approx(agreeing | dict(
@@ -123,42 +110,21 @@ def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
     ("Question: What is 1 + 1?\n\nSolution: 2", "What is 1 + 1?", "\n\nSolution: 2"),
     ("Sure!\n\nQuestion:\nSolve $x = 3$.\nSolution: a\nQuestion: b Solution: c",
      "Solve $x = 3$.", "\nSolution: a\nQuestion: b Solution: c"),
-    ("Solution: none. Question: Here?Solution:", "Here?", "Solution:"),
     ("Question: never ends", None, ""),
-    ("Solution: 3", None, ""),
-    ("Question: \n\nSolution: 3", None, ""),
-    ("", None, "")])
+    ("Question: \n\nSolution: 3", None, "")])
 def test_find_question(text, question, rest):
     found, end = find_question(text)
     assert found == question and text[end:] == rest
 
 
-@pytest.mark.parametrize("prefix, count", [
-    ("Question: How many?", 4),  # with the token that also holds the line break
-    ("Question: How", 3),
-    ("Ques", 1)])
-def test_tokens_covering(prefix, count):
-    pieces = ["Ques", "tion:", " How", " many?\n\n", "Solution", ":"]
-
-    def decode(ids):
-        return "".join(pieces[i] for i in ids)
-
-    assert tokens_covering(prefix, list(range(6)), decode) == count
-
-
 KEEP = [
     # the paper: Table 4, and the cases of Table 3 that its rules do not catch
     "What is the value of x in the equation $2x + 3 = 7$?",
-    "Solve for x:\n$x^2 - 5x + 6 = 0$",
     "Consider three sets A, B, and C defined as follows:\n$A = \\{x \\in \\mathbb{R} \\mid x^2 - 3x + 2 "
     "\\geq 0\\}$\n$B = \\{x \\in \\mathbb{R} \\mid x < 2\\}$\n$C = \\{x \\in \\mathbb{R} \\mid x^2 - 4 "
     "\\leq 0\\}$\nDetermine $(A \\cup B) \\cap C$.",
     "Evaluate the line integral of the vector field $\\vec{F}(x, y) = (y^2, x^2)$ along the curve defined "
     "by the parametric equations $x = \\cos(t)$, $y = \\sin(t)$, $0 \\leq t \\leq 2\\pi$.",
-    "Given the function $f(v) = v^5 + v^3$, find the integral of $\\frac{f'(v)}{2f(v)}$ with respect to $v$.",
-    "Find the unique positive integer x such that $\\lfloor \\frac{x}{5} \\rfloor \\times \\lfloor "
-    "\\frac{x}{7} \\rfloor = 15$.",
-    "What is the determinant of a 2x2 matrix?",
     "Suppose the probability that a randomly chosen 10-digit phone number contains at least one digit that "
     "is 1 is calculated. If there are 9 choices for digits 2-9 and 10 choices for digit 0, find this "
     "probability. Also, consider if each digit is used independently for the phone number.",
@@ -166,8 +132,6 @@ KEEP = [
     "$[0, 1]$. Let $Z = \\min(X, Y)$ and $W = \\max(X, Y)$. Find the value of $P(Z + W \\geq 1.5)$.",
     # "prove" only as a word of its own
     "A coach wants to improve a runner's time of 60 seconds by 5%. What is the new time in seconds?",
-    "It was proved in 1994 that $x^n + y^n = z^n$ has no solution for $n > 2$. How many has it for $n = "
-    "1$, $x + y = 4$, $x < y$?",
     # "find" and "and" in different sentences, in the other order, or inside another word
     "Find $x$ if $3x = 12$. Tom and Ann each have $x$ pens.",
     "The legs of a right triangle are 3 and 4. Find its hypotenuse.",
@@ -175,21 +139,14 @@ KEEP = [
     "Find the standard deviation of a fair die.",
     # numbers, functions, points and labels that are no list
     "The radius of circle A is 1. The radius of circle B is 2. What is the ratio of their areas?",
-    "Let $g(x) = 3x - 1$. Compute $g(1) + g(2)$.",
     "Expand $(x - a) (x + a)$.",
     "If $x + y = 5$ (1) and $x - y = 1$ (2), what is $xy$?",
     "Let $f(x, a) = ax^2$. What is $f(2, 3)$?",
-    "Simplify $(3 + 2i)(1 - i)$.",
-    "What is the sum of 3.1 and 2.2?",
-    "The ratio of boys to girls is 2:1. There are 12 girls. How many boys are there?",
     "1. What is the value of $\\sqrt{144}$?",
     "Which is largest: (A) $2^{10}$ (B) $3^7$ (C) $5^4$?",
     # rule 3 is exact in case and spelling
-    "Two solutions are mixed: 3 litres of 20% acid with 2 litres of 45% acid. What percentage is the "
-    "mixture?",
     "Give your answer as a fraction: what is 0.125?",
     "A robot needs 4 steps to solve a maze. How many to solve 12 mazes like it?",
-    "Leo has 29 apples. That is 5 fewer than Mia has. How many apples does Mia have?",
 ]
 FILTER = [
     # the paper: the sub-questions of Table 3, its non-unique case (by "find ... and ..."), its examples
@@ -198,22 +155,17 @@ FILTER = [
     "inradius of triangle ABC. 4. The semiperimeter of triangle ABC.",
     "Find two integers x and y such that $x^2 + y^2 = 7$.",
     # proofs
-    "Prove that the sum of two even integers is even.",
-    "Let $n$ be odd. Can you prove that $n^2$ is odd?",
     "PROVE: $\\sqrt{2}$ is irrational.",
     # several questions
     "What is the area of a circle of radius 3? What is its circumference?",
-    "Find the mean and the median of 1, 4, 7, 8.",
     "Find the sum $x + y$ where $2x = 6.5$ and $y = 4$.",
     "Find the eigenvalues\nand the eigenvectors of $\\begin{pmatrix} 2 & 0 \\\\ 0 & 3 \\end{pmatrix}$.",
     # enumerations
     "A die is rolled. Compute the following. 1. The chance of a six. 2. The expected value.",
     "Let $f(x) = x^3$.\n1) Compute $f'(2)$.\n2) Compute $f''(2)$.",
-    "Let $f(x) = x^3$.\n(1) Compute $f'(2)$.\n(2) Compute $f''(2)$.",
     "A box has 5 red balls. Determine: (1) the chance of red (2) the chance of blue",
     "For the parabola $y = x^2 - 2x$, determine (a) its vertex, (b) its roots.",
     "(a) Solve $x^2 = 9$. (b) Solve $x^2 = 16$.",
-    "Consider the sequence 2, 4, 8.\na) Give the next term.\nb) Give the tenth term.",
     "Consider the vector (1, 2). Compute (i) its length, (ii) its angle with the first axis.",
     # solutions inside
     "What is $2 + 2$? Answer: 4",
@@ -235,54 +187,40 @@ def test_filtered_questions(text):
     assert not keep_question(text)
 
 
-@pytest.mark.parametrize("part", ["find ", "1. ", "\n ", "(a ", ". ", "find. "])
+@pytest.mark.parametrize("part", ["find ", "1. ", "\n "])
 def test_the_filter_is_quick_whatever_the_question(part):
     began = time.process_time()
     keep_question(part * 20_000)
     assert time.process_time() - began < 2
 
 
-def response_to_z_0(text: str) -> common.Rollout:
-    ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
-    return common.Rollout([1], ids, torch.arange(len(ids)).float(), True, text=text)
+TEXTS = [  # four responses to z_0
+    "Question: Tom has 25 apples.\n\nSolution: That is \\boxed{25}.",
+    "Tom has \\boxed{3} apples.",
+    "Question: Tom has 2 pens? Ann has 3 pens?\n\nSolution:",
+    "Question: " + "Tom has 2 pens. " * 30 + "\n\nSolution:"]
 
 
-def run_that_answers(texts: list[str]) -> SimpleNamespace:
-    """A run whose model answers z_0 with these texts."""
-    run = SimpleNamespace(tokenizer=TOKENIZER, calls=[], same_answer=None)
-    run.responses = [response_to_z_0(text) for text in texts]
+@pytest.mark.parametrize("flags, kept", [({}, [True, False, False, False]),
+                                         (dict(filter=False), [True, False, True, False])])
+def test_write_questions_cuts_and_filters(flags, kept):
+    responses = []
+    for text in TEXTS:
+        ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
+        responses.append(common.Rollout([1], ids, torch.arange(len(ids)).float(), True, text=text))
+    whole = [list(response.response_ids) for response in responses]
 
     def sample(prompts, n, limits):
-        run.calls.append((prompts, n, limits))
-        return [[response] for response in run.responses]
+        assert n == 1 and limits == [99] * 4
+        assert len({problem.id for problem in prompts}) == 4  # equal prompts, different seeds
+        return [[response] for response in responses]
 
     def decode_ids(ids):
         return TOKENIZER.decode(ids, skip_special_tokens=True)
 
-    run.sample, run.decode_ids = sample, decode_ids
-    return run
-
-
-TEXTS = [
-    "Question: Tom has 25 apples.\n\nSolution: That is \\boxed{25}.",
-    "Tom has \\boxed{3} apples.",
-    "Question: Tom has 2 pens? Ann has 3 pens?\n\nSolution:",
-    "Question: " + "Tom has 2 pens. " * 30 + "\n\nSolution:",
-]
-
-
-def test_write_questions_cuts_and_filters():
-    run = run_that_answers(TEXTS)
-    whole = [list(response.response_ids) for response in run.responses]
-    args = Args(prompts_per_batch=4, max_prompt_tokens=100, max_question_tokens=99)
+    run = SimpleNamespace(tokenizer=TOKENIZER, same_answer=None, sample=sample, decode_ids=decode_ids)
+    args = Args(prompts_per_batch=4, max_prompt_tokens=100, max_question_tokens=99, **flags)
     questions, problems = write_questions(run, args)
-    (asked, n, limits), = run.calls
-    assert n == 1 and limits == [99] * 4
-    assert len({problem.id for problem in asked}) == 4  # equal prompts, different seeds
-    z_0 = args.own_prompts(TOKENIZER)["z_0"]
-    assert all(problem.prompt_ids == z_0 for problem in asked)
-    assert "Generate exactly one math question" in TOKENIZER.decode(z_0)
-    assert "boxed" not in TOKENIZER.decode(z_0)  # a user turn without the instruction
     # filtered, the third is solved all the same: its answer counts in R_da
     assert [p.id for p in problems] == [0, 2] and problems[0].question == "Tom has 25 apples."
     assert problems[0].prompt_ids == encode_prompt(TOKENIZER, "Tom has 25 apples.")
@@ -294,35 +232,11 @@ def test_write_questions_cuts_and_filters():
     # no question: the whole response, with its end; too long a one is cut, but not solved
     assert questions[1].rollout.response_ids == whole[1] and questions[1].tokens == []
     assert questions[3].tokens and len(questions[3].rollout.response_ids) < len(whole[3])
-    assert [q.kept for q in questions] == [True, False, False, False]
-    assert [(q.answer, q.p) for q in questions] == [(None, 0)] * 4
-
-
-def test_without_filtering_only_what_cannot_be_solved_is_left_out():
-    args = Args(prompts_per_batch=4, max_prompt_tokens=100, filter=False)
-    questions, _ = write_questions(run_that_answers(TEXTS), args)
-    assert [q.kept for q in questions] == [True, False, True, False]
-
-
-def test_own_prompt_of_a_base_model_has_no_template():
-    args = Args(prompt="plain", question_prompt="Write a problem.")
-    assert TOKENIZER.decode(args.own_prompts(TOKENIZER)["z_0"]) == "Write a problem.\n\n"
-
-
-def test_paper_defaults():
-    args = Args()
-    assert args.errors() == [] and args.dataset == ""
-    assert (args.lambda_q, args.lambda_dq, args.lambda_da, args.lambda_s) == (1e-3, 0.1, 1.0, 1.0)
-    assert args.tau == 0.75
-    assert (args.prompts_per_batch, args.votes, args.train_samples, args.lr) == (32, 16, 16, 1e-6)
+    assert [q.kept for q in questions] == kept
 
 
 # ---------------------------------------------------- runs ------------------------------------------------
 TINY = dict(steps=1, votes=4, train_samples=4, kl_coef=0.0)
-
-
-def no_question(text):
-    return None, len(text)
 
 
 def never(text, *rest, **options):
@@ -337,9 +251,8 @@ def filtered(text):
     ((dynamic_rl, "keep_question", filtered), dict(kl_coef=0.5),
      dict(filtered=1, reward=0, question_reward=0)),
     ((common, "extract_answer", never), {}, dict(answered=0, unique_answers=0, answer_diversity=0)),
-    ((dynamic_rl, "find_question", no_question), {}, dict(no_question=1, filtered=1, question_diversity=0)),
     (None, dict(max_prompt_tokens=12, max_new_tokens=200), dict(no_question=0, filtered=1, reward=None))],
-    ids=["all filtered", "no answers", "none found", "too long"])
+    ids=["all filtered", "no answers", "too long"])
 def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tmp_path, monkeypatch):
     if fault:
         monkeypatch.setattr(*fault)
@@ -349,17 +262,6 @@ def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tm
         assert line.get(name) == value, name
     before, after = fresh_state(common.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
     assert all(torch.equal(weight.float(), after[name].float()) for name, weight in before.items())
-
-
-def test_one_usable_question_is_enough(tmp_path, monkeypatch):
-    verdicts = itertools.chain([True], itertools.repeat(False))
-
-    def first_alone(text):
-        return next(verdicts)
-
-    monkeypatch.setattr(dynamic_rl, "keep_question", first_alone)
-    line, = run_toy(dynamic_rl, tmp_path / "run", **TINY)
-    assert line["filtered"] == 0.75 and line["grad_norm"] > 0
 
 
 def test_z_0_must_fit(tmp_path):

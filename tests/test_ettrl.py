@@ -6,20 +6,13 @@ from conftest import run_toy
 
 import common
 import ettrl
-from ettrl import Args, Fork, choose_forks, clip_advantages, fork_points, graft
-from ettrl import reshape_advantages, reshape_by_entropy, tree_cost, tree_leaves
-
-
-def close(tensor, expected, tolerance=1e-6):
-    return torch.allclose(tensor.double(), torch.tensor(expected).double(), atol=tolerance, rtol=0)
+from ettrl import Args, Fork, choose_forks, fork_points, graft, reshape_advantages, tree_cost, tree_leaves
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
 @pytest.mark.parametrize("m, n, b, expected", [
-    (12, 2, 2, 60),    # Eq. 8: M (1 + B N) = 12 (1 + 2 x 2)
-    (3, 4, 1, 15),
-    (12, 0, 2, 12),    # without forks the M trunks alone
-    (1, 1, 1, 2)])
+    (3, 4, 1, 15),     # Eq. 8: M (1 + B N) = 3 (1 + 1 x 4); the defaults are in its docstring
+    (12, 0, 2, 12)])   # without forks the M trunks alone
 def test_leaves_by_hand(m, n, b, expected):
     assert tree_leaves(m, n, b) == expected
     args = Args(trunks=m, forks=n, branches=b, train_samples=1)
@@ -32,22 +25,12 @@ def test_only_what_votes_limits_the_trained_ones():
     assert len(Args(train_samples=61).errors()) == 1
 
 
-def test_paper_defaults():
-    args = Args()
-    assert args.errors() == []
-    assert (args.trunks, args.forks, args.branches) == (12, 2, 2)
-    assert (args.alpha, args.beta, args.bound, args.temperature) == (0.2, 0.2, 2.0, 0.6)
-    assert (args.votes, args.train_samples, args.lr, args.max_new_tokens) == (64, 32, 5e-7, 3072)
-
-
 @pytest.mark.parametrize("logprobs, n, forbidden, expected", [
     ([-0.1, -2.0, -0.5, -3.0], 2, None, [3, 1]),     # surprisals 0.1 2 0.5 3, best first
     ([-0.1, -2.0, -0.5, -3.0], 2, {3}, [1, 2]),      # the end-of-sequence token is left out
     ([-1.0, -2.0, -2.0, -1.0], 3, None, [1, 2, 0]),  # ties to the earlier
     ([-1.0, -2.0], 5, None, [1, 0]),                 # fewer if there are fewer
-    ([-1.0], 2, {0}, []),                            # a response that is only its end-of-sequence token
-    ([], 2, None, []),
-    ([-1.0, -2.0], 0, None, [])])
+    ([-1.0], 2, {0}, [])])                           # a response that is only its end-of-sequence token
 def test_fork_points(logprobs, n, forbidden, expected):
     assert fork_points(logprobs, n, forbidden) == expected
 
@@ -59,61 +42,26 @@ def test_fork_points(logprobs, n, forbidden, expected):
     ([1.0, -0.5, 2.0, -1.0], [1.0, 1.2, 0.8, 3.0], (0.9, 0.4), [4 / 3, -0.6, 2.8, -0.1]),
     # Eq. 12, against the text after Eq. 14: above the average it scales down. H = 0.9 1.1: Y = 1.1, 0.9
     ([1.0, 1.0], [0.9, 1.1], (), [1.1, 0.9]),
-    ([1.0, -1.0], [0.0, 0.0], (), [1.0, -1.0]),  # average 0: Y = 1
-    ([1.0, -1.0], [0.7, 0.7], (), [1.0, -1.0]),
-    ([1.0, -1.0], [0.1, 5.0], (0.0, 0.0), [1.0, -1.0]),
-    ([1.5], [2.0], (), [1.5])])
+    ([1.0, -1.0], [0.0, 0.0], (), [1.0, -1.0])])  # average 0: Y = 1
 def test_reshaping_by_hand(advantages, entropies, bounds, expected):
-    assert close(reshape_advantages(torch.tensor(advantages), torch.tensor(entropies), *bounds), expected)
-
-
-def test_clip_by_hand():
-    assert clip_advantages(torch.tensor([-3.0, -2.0, 0.5, 5.48])).tolist() == [-2.0, -2.0, 0.5, 2.0]
-    assert clip_advantages(torch.tensor([-3.0, 0.5]), 1.0).tolist() == [-1.0, 0.5]
-
-
-@pytest.mark.parametrize("flags, entropies, expected", [
-    # H_i, means over tokens: 0.5 and 1.5, average 1: Y = 1.5, 0.5, clipped to 1.2 and 0.8
-    (dict(), ([0.25, 0.75], [1.5]), [3.6, -3.2]),
-    # 0.9 and 1.1: Y = 1.1, 0.9, clipped to 1.05 and 0.95
-    (dict(alpha=0.05, beta=0.05), ([0.3, 1.5], [1.1]), [3.15, -3.8]),
-    (dict(advantage="clip"), ([0.3, 1.5], [1.1]), [2.0, -2.0]),
-    (dict(advantage="clip", bound=3.5), ([0.3, 1.5], [1.1]), [3.0, -3.5]),
-    (dict(advantage="none"), ([0.3, 1.5], [1.1]), [3.0, -4.0])])
-def test_every_kind_of_advantage_by_hand(flags, entropies, expected):
-    trained = []
-    for h_T, advantage in zip(entropies, [3.0, -4.0]):
-        one = common.Rollout([1], [2] * len(h_T), None, True, entropy=torch.tensor(h_T), advantage=advantage)
-        trained.append(one)
-    reshape_by_entropy(trained, Args(**flags))
-    assert close(torch.tensor([one.advantage for one in trained]), expected)
+    reshaped = reshape_advantages(torch.tensor(advantages), torch.tensor(entropies), *bounds)
+    assert reshaped.tolist() == pytest.approx(expected)
 
 
 # ------------------------------------------------- the tree -----------------------------------------------
-def rollout(ids, finished=True, logprobs=None) -> common.Rollout:
-    logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs)
-    return common.Rollout([1, 2], ids, logprobs, finished)
+def rollout(ids, logprobs=None) -> common.Rollout:
+    return common.Rollout([1, 2], ids, torch.tensor(logprobs or [0.0] * len(ids)), True)
 
 
-def test_graft():
-    trunk = rollout([10, 11, 12, 13], logprobs=[-0.1, -0.2, -0.3, -0.4])
-    branch = common.Rollout([1, 2, 10, 11], [20], torch.tensor([-0.9]), False)
-    leaf = graft(trunk, 2, branch)
-    assert leaf.prompt_ids == [1, 2] and leaf.response_ids == [10, 11, 20] and leaf.finished is False
-    assert close(leaf.logprobs, [-0.1, -0.2, -0.9])
-    assert graft(trunk, 0, branch).response_ids == [20]  # a fork at the first token shares the prompt alone
-
-
-def test_forks_take_turns():
-    """The first forks of all prompts, then the second ones, and so on; best first."""
-    groups = [[rollout([5, 6, 7], logprobs=[-1.0, -3.0, -9.0]), rollout([5, 6], False, [-1.0, -2.0])],
-              [rollout([5, 6, 7, 8], logprobs=[-4.0, -3.0, -5.0, -9.0]), rollout([9])]]
-    # 9.0 is the surprisal of an end of the text: no place to fork. The last trunk is nothing else.
+def test_a_fork_is_not_at_the_end_of_the_text_and_prompts_take_turns():
+    # surprisal 9: an end of the text; the last trunk is nothing else
+    groups = [[rollout([5, 6, 7], [-1.0, -3.0, -9.0])],
+              [rollout([5, 6, 7, 8], [-4.0, -3.0, -5.0, -9.0]), rollout([9], [-1.0])]]
     forks = choose_forks(None, groups, Args(trunks=2, forks=2))
-    assert forks == [Fork(0, 0, 1), Fork(1, 0, 2), Fork(0, 0, 0), Fork(1, 0, 0), Fork(0, 1, 1), Fork(0, 1, 0)]
+    assert forks == [Fork(0, 0, 1), Fork(1, 0, 2), Fork(0, 0, 0), Fork(1, 0, 0)]
 
 
-@pytest.mark.parametrize("length, n, b", [(3, 2, 2), (4, 3, 2), (6, 5, 3), (5, 0, 2)])
+@pytest.mark.parametrize("length, n, b", [(3, 2, 2), (6, 5, 3), (5, 0, 2)])
 def test_cost_of_evenly_spread_forks_is_eq_11(length, n, b):
     """All trunks and leaves as long as each other, forks at k / (N + 1) of it: (1 + B N / 2) / (1 + B N)."""
     trunks = [rollout([5] * length) for _ in range(2)]

@@ -24,7 +24,7 @@ USER_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def shown(script: str, capsys, **flags) -> dict[str, str]:
-    """{title: text} of what --show_prompt prints; the script exits with code 0 and has written nothing."""
+    """{title: text} of what --show_prompt prints; the script exits with code 0."""
     module = importlib.import_module(script)
     with pytest.raises(SystemExit) as exit:
         module.main(toy_args(module, show_prompt=True, **flags))
@@ -37,28 +37,18 @@ def shown(script: str, capsys, **flags) -> dict[str, str]:
     return found
 
 
-@pytest.fixture
-def qwen(tmp_path):
-    """A folder with the toy's config and tokenizer, a template that inserts a system turn, and no weights."""
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(common.TOY_MODEL) / name, tmp_path / name)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=QWEN)))
-    return str(tmp_path)
-
-
-def test_show_prompt_on_the_toy(capsys):
+def test_another_prompt_is_shown_than_is_sent(tmp_path, capsys):
+    """The toy's; and those of a folder without weights, whose template inserts a system turn."""
     question = load_problems("toy", quiet=True)[0].question
     assert shown("ttrl", capsys) == {"first problem of --dataset": USER_TURN.format(question)}
     own = {"z_0": USER_TURN.format("Write a problem.")}
     assert shown("dynamic_rl", capsys) == own
-    benchmark = {"first problem of toy": USER_TURN.format(question)}
-    assert shown("dynamic_rl", capsys, eval="toy") == benchmark | own
 
-
-def test_show_prompt_shows_the_system_turn_that_a_template_inserts(qwen, capsys):
-    question = load_problems("toy", quiet=True)[0].question
-    room = dict(model=qwen, max_prompt_tokens=256)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(common.TOY_MODEL) / name, tmp_path / name)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=QWEN)))
+    room = dict(model=str(tmp_path), max_prompt_tokens=256, out=str(tmp_path / "run"))
     z_0 = SYSTEM_TURN.format(INSERTED) + USER_TURN.format("Write a problem.")
     first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
              "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}
@@ -67,3 +57,4 @@ def test_show_prompt_shows_the_system_turn_that_a_template_inserts(qwen, capsys)
         assert shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room) == expected
         assert shown("ttrl", capsys, prompt=prompt, **room) == {"first problem of --dataset": first[prompt]}
     assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0": "Write a problem.\n\n"}
+    assert not (tmp_path / "run").exists()

@@ -1,10 +1,10 @@
-"""TTRL: formulas against hand-worked numbers, equal runs from equal seeds, and learning on the toy."""
+"""TTRL: formulas against hand-worked numbers, and learning on the toy."""
 
 import math
 
 import pytest
 import torch
-from conftest import run_toy, untimed
+from conftest import run_toy
 
 import common
 import ttrl
@@ -31,44 +31,28 @@ def test_group_advantages_by_hand():
     # std 0.57735; advantages 0.66667 / 0.57735 = 1.15470 and -0.33333 / 0.57735 = -0.57735
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0]))
     assert advantages.tolist() == pytest.approx([1.15470, -0.57735, -0.57735], abs=1e-4)
-    # 1, 0: mean 1/2, variance (1/4 + 1/4) / 1 = 1/2, std 0.70711; 0.5 / 0.70711 = 0.70711
-    assert group_advantages(torch.tensor([1.0, 0.0])).tolist() == pytest.approx([0.70711, -0.70711], abs=1e-4)
     # the scale goes, up to eps: rewards 1e-6, 0, 0 have std 5.8e-7, so eps = 1e-6 takes 1.1547 / (1 + 1.732)
     tiny = group_advantages(torch.tensor([1e-6, 0.0, 0.0]))
     assert tiny[0].item() == pytest.approx(1.15470 / (1 + math.sqrt(3)), rel=1e-3)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0], [0.3, 0.3], []])
+@pytest.mark.parametrize("rewards", [[-1.3] * 6, [0.0], []])
 def test_group_advantages_without_spread_are_zero(rewards):
+    """Also of six rewards of -1.3, which have not quite this mean in float32."""
     assert group_advantages(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
-
-
-def responses(*answers):
-    return [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
 
 
 def test_answer_classes_by_hand():
     """Equal answers share a class, however they are written; with gold labels only right ones have one."""
-    given = responses("3", r"\frac{1}{2}", None, "0.5", "3.0", "7")
+    answers = ["3", r"\frac{1}{2}", None, "0.5", "3.0", "7"]
+    given = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
     assert answer_classes(Problem("p", "0.5"), given) == [0, 1, None, 1, 0, 2]
     assert answer_classes(Problem("p", "0.5"), given, "gold") == [None, 0, None, 0, None, None]
     assert answer_classes(Problem("p", "8"), given, "gold") == [None] * 6
-    assert majority_reward(answer_classes(Problem("p", "1/2"), given, "gold")).tolist() == [0, 1, 0, 1, 0, 0]
 
 
 # ------------------------------------------------ the script ----------------------------------------------
-def test_equal_seeds_give_equal_runs_and_the_saved_model_scores_the_same(tmp_path):
-    options = dict(steps=1, eval="toy_test", eval_samples=2)
-    first = run_toy(ttrl, tmp_path / "a", **options)
-    assert untimed(first) == untimed(run_toy(ttrl, tmp_path / "b", **options))
-    for name in ("run.json", "samples.jsonl", "tensorboard", "final/model.safetensors"):
-        assert (tmp_path / "a" / name).exists(), name
-    # the final model, loaded again, gives the same evaluation
-    again = run_toy(ttrl, tmp_path / "c", model=str(tmp_path / "a/final"), **options)
-    assert again[0]["eval/toy_test/pass@1"] == first[-1]["eval/toy_test/pass@1"]
-
-
 def test_learning_and_that_the_test_can_fail(tmp_path, monkeypatch):
     """Gold-rewarded GRPO raises pass@1 well above the start; with the reward's sign turned it falls below."""
     options = dict(steps=6, lr=1e-3, prompts_per_batch=16, votes=16, train_samples=16, num_minibatches=4,

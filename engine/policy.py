@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +31,6 @@ class Request:
     n: int
     seed: int
     max_new_tokens: int
-
-    def __post_init__(self):
-        """Raises ValueError if there is no room for a response."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"a prompt of {len(self.prompt_ids)} tokens leaves its response none; together "
-                             "they have at most --max_prompt_tokens + --max_new_tokens, and the limits of "
-                             "run.sample must be 1 or more")
 
 
 @dataclass(eq=False)
@@ -93,19 +87,6 @@ def fill(order: list[int], lengths: list[int], budget: int) -> list[list[int]]:
     return micros
 
 
-def split_until(micros: list[list[int]], lengths: list[int], ranks: int) -> list[list[int]]:
-    """Halve the micro-batch of the largest padded size until every rank has one or none can be halved."""
-    def padded_size(micro: list[int]) -> tuple[bool, int]:
-        return len(micro) > 1, max(lengths[i] for i in micro) * len(micro)
-
-    while len(micros) < ranks and any(len(micro) > 1 for micro in micros):
-        largest = max(micros, key=padded_size)
-        micros.remove(largest)
-        half = len(largest) // 2
-        micros += [largest[:half], largest[half:]]
-    return micros
-
-
 def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
                        groups: list[int] | None = None) -> list[list[list[int]]]:
     """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
@@ -122,7 +103,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
     if ranks > 1:  # micro-batches filled to the budget would leave the last ranks little to do
         budget = min(budget, max(max(lengths), sum(lengths) // ranks))
     order = sorted(range(len(lengths)), key=group_and_length)
-    micros = split_until(fill(order, lengths, budget), lengths, ranks)
+    micros = fill(order, lengths, budget)
     if groups:  # ranks wait for each other: those who take turns should have as much to do
         micros.sort(key=total_length, reverse=True)
     micros += [[] for _ in range(-len(micros) % ranks)]
@@ -138,9 +119,7 @@ class MicroBatch:
         self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
         masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
         self.mask_T = torch.zeros_like(self.length_T) if filler else self.cat(masks)
-        # scoring needs none; before an update run.minibatches refuses what is no number
-        advantages = [r.advantage if isinstance(r.advantage, (int, float)) else math.nan for r in rollouts]
-        self.advantage_T = self.per_token(advantages)
+        self.advantage_T = self.per_token([r.advantage for r in rollouts])
         self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
 
@@ -201,9 +180,7 @@ class Policy:
                  gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
                  max_length: int = 0, trust_remote_code: bool = False, offload: bool = False, loaded=None):
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
-        self.max_length = max_length
         self.rank, self.ranks = rank_and_ranks()
-        self.synced = 0  # bytes sent to the sampler; the log resets them
         self.model = loaded or load_model(model, trust_remote_code)
         if not plain:
             check_head(self.model)
@@ -221,7 +198,6 @@ class Policy:
         """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Until a group
         is sharded it is the memory-mapped file; only then are the shards cast, so that a rank never holds
         more than its shards in host memory."""
-        layers = decoder_layers(self.model)
         stored = torch.float32 if self.trainable else self.dtype
         if not distributed():
             for parameter in self.parameters():  # a reference's may be those of a policy, see twin
@@ -232,7 +208,7 @@ class Policy:
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                        mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
-        for group in [*layers, self.head]:
+        for group in [*decoder_layers(self.model), self.head]:
             # the reference is mostly idle: its root, too, goes back to shards after the forward pass
             reshard = None if self.trainable or group is not self.head else True
             fully_shard(group, reshard_after_forward=reshard, **options)
@@ -240,8 +216,7 @@ class Policy:
         def cast(tensor):
             return tensor.to(stored) if isinstance(tensor, DTensor) else tensor  # buffers keep their type
 
-        if any(parameter.dtype != stored for parameter in self.parameters()):
-            self.head._apply(cast)  # FSDP takes note of it
+        self.head._apply(cast)  # FSDP takes note of it
 
     def parameters(self):
         return self.model.parameters()
@@ -285,12 +260,7 @@ class Policy:
         """(log-probs, entropies in nats, statistics ...) of every rollout, [T] each; the ranks share them.
 
         A statistic is a function: of log-probs of the whole vocabulary [rows, V], a chunk of rows at a time,
-        it makes numbers [rows]. Raises ValueError if prompt and response have more tokens than the run plans
-        for."""
-        longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
-        if longest > self.max_length > 0:
-            raise ValueError(f"a prompt with its response has {longest} tokens, but the run plans for at "
-                             f"most {self.max_length}; raise --max_prompt_tokens or --max_new_tokens")
+        it makes numbers [rows]."""
         mine = {}
         for micro in self.micro_batches(rollouts):
             columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, statistics)]
@@ -298,9 +268,7 @@ class Policy:
                 mine[i] = values
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
-        values_of = {}
-        for part in gather(mine):
-            values_of |= part
+        values_of = ChainMap(*gather(mine))
         return [tuple(values_of[i]) for i in range(len(rollouts))]
 
     def clip_grad_norm(self, largest: float) -> float:
@@ -314,7 +282,6 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             tensor = parameter.detach().to(self.device, dtype)
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.synced += tensor.nbytes
             yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:

@@ -76,7 +76,6 @@ def test_scoring_leaves_no_gathered_weights():
         original = AutoModelForCausalLM.from_pretrained(common.TOY_MODEL, dtype=torch.float32).state_dict()
         sent = dict(policy.named_tensors(torch.float32))
         assert sent and all(torch.equal(tensor, original[name]) for name, tensor in sent.items())
-        assert policy.synced == 4 * 355_584
 
 
 def test_the_final_model_has_the_compute_type(tmp_path):

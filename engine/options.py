@@ -87,9 +87,6 @@ def parse_resumed(args_class: type, args, description: str):
     if bad := out_of_range(args_class(**known)):
         raise UserError(f"--resume: {args.out}/run.json is damaged: {bad[0]}")
     args = tyro.cli(args_class, default=args_class(**known), description=description)
-    if run["args"].get("trust_remote_code") and not args.trust_remote_code:
-        print(f"The run in {args.out} was given --trust_remote_code, which is never taken from a folder; "
-              "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import util
 from unittest import mock
 
 import pytest
@@ -97,16 +96,6 @@ def test_offload_needs_a_gpu(tmp_path):
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
-def test_a_broken_vllm_is_never_replaced_without_a_word(monkeypatch):
-    """A null in sys.modules makes an import fail."""
-    monkeypatch.setattr(util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="vLLM is installed, but does not import here .* --sampler hf"):
-        setup.has_vllm()
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
-    assert setup.has_vllm() is False
-
-
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -254,8 +254,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file"),
     # models, folders
     ("ttrl", "--model nowhere", "--model is 'nowhere', but must be a Hub id or a folder with a model "),
-    ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model and "
-     "its tokenizer: no such folder."),
+    ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model "),
     ("ttrl", "--max_new_tokens 9000", "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", "--out /proc/run", "--out is '/proc/run', "),

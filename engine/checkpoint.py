@@ -70,12 +70,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
                             f"({error}); the last good checkpoint is {newest(run_folder)}.")
         return [result for result, _ in results]
 
-    def make_room() -> None:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-
     def write() -> set[str]:
+        partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
         for name, tensor in tensors.items():  # a file, which is put together in host memory, takes 1 GiB
             files[name] = 1 + (size // ranks >> 30)
@@ -101,7 +97,6 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         for folder in newer + complete(run_folder)[len(newer) + keep:]:
             shutil.rmtree(folder)
 
-    on_all_ranks(make_room)
     written = set().union(*on_all_ranks(write))
     on_all_ranks(publish)
 
@@ -118,6 +113,8 @@ def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple
 
     Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
     (every: steps between checkpoints). Raises UserError if one was, or if it is of another model."""
+    for folder in (run_folder / "checkpoints").glob("*.partial") if rank_and_ranks()[0] == 0 else ():
+        shutil.rmtree(folder)  # a killed run's
     for folder in complete(run_folder):
         step, script, error = 0, {}, None
         try:

@@ -15,12 +15,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, sync_folder
-from engine.base import write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
 
 
 def complete(run_folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first. A folder gets its name only after everything in it is on disk."""
+    """Complete checkpoints, newest first. A folder gets its name only after everything in it is written."""
     return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
@@ -47,7 +46,7 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
-    """Write to step_N.partial, sync, rename; then remove all but the last `keep`.
+    """Write to step_N.partial, rename; then remove all but the last `keep`.
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""
@@ -91,7 +90,6 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        sync_folder(final.parent)
         # the newer ones are damaged: `restore` passed over them
         newer = [folder for folder in complete(run_folder) if folder.name > final.name]
         for folder in newer + complete(run_folder)[len(newer) + keep:]:

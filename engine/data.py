@@ -94,8 +94,8 @@ TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.j
          "smollm2_ood": "../smollm2/ood.jsonl"}
 FILES = (".json", ".jsonl", ".parquet")
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
-ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth target expected_answer "
-                 "Correct_Answer answerKey reward_model solution").split()
+ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
+                 "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution")
 LETTERS = "ABCDEFGHIJ"
 
 
@@ -115,9 +115,10 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     if not rows:
         raise UserError(f"{source} holds no problems.")
     benchmark = BENCHMARKS.get(name, Benchmark(name))
-    question = question_field or benchmark.question or _first(QUESTION_FIELDS, rows[0])
+    question = question_field or benchmark.question or next((c for c in QUESTION_FIELDS if c in rows[0]), "")
     named = answer_field or benchmark.answer
-    answer = named or _first(ANSWER_FIELDS, rows[0])  # rows need not have one that is only found
+    # rows need not have one that is only found
+    answer = named or next((c for c in ANSWER_FIELDS if c in rows[0]), "")
     if not question:
         raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
                         f"--question_field.")
@@ -152,12 +153,6 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
             print(f"Warning: {name} should have {benchmark.size} problems, but {source} has {len(problems)}.",
                   flush=True)
     return problems
-
-
-def _first(names: list[str], columns) -> str:
-    """The column that comes first in the names; a blank in it is a _ there. Empty if there is none."""
-    found = {str(column).replace(" ", "_"): column for column in columns}
-    return next((found[name] for name in names if name in found), "")
 
 
 def _options(row: dict, gold, answer: str, where: str) -> tuple[list, int | None]:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from engine import fast
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, say_once
-from engine.base import write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
 # A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
@@ -87,15 +86,15 @@ def fill(order: list[int], lengths: list[int], budget: int) -> list[list[int]]:
     return micros
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
-                       groups: list[int] | None = None) -> list[list[list[int]]]:
+def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
+                       budget: int) -> list[list[list[int]]]:
     """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
 
-    Sorted by group (if given) and length, so that little is padding; padded size within the token budget if
-    one sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP
-    hangs when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
+    Sorted by group and length, so that little is padding; padded size within the token budget if one
+    sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP hangs
+    when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
     def group_and_length(i: int) -> tuple[int, int]:
-        return groups[i] if groups else 0, -lengths[i]
+        return groups[i], -lengths[i]
 
     def total_length(micro: list[int]) -> int:
         return sum(lengths[i] for i in micro)
@@ -104,8 +103,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
         budget = min(budget, max(max(lengths), sum(lengths) // ranks))
     order = sorted(range(len(lengths)), key=group_and_length)
     micros = fill(order, lengths, budget)
-    if groups:  # ranks wait for each other: those who take turns should have as much to do
-        micros.sort(key=total_length, reverse=True)
+    micros.sort(key=total_length, reverse=True)  # those who take turns should have as much to do
     micros += [[] for _ in range(-len(micros) % ranks)]
     return [micros[rank::ranks] for rank in range(ranks)]
 
@@ -151,12 +149,8 @@ def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return dict(input_ids=torch.tensor(input_ids)), torch.tensor(predict_from)
 
 
-class PlainHead(torch.nn.Module):
+class PlainHead(fast.FastHead):
     """What FastHead computes, the obvious way: the model's own logits, all of them, at every position."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -238,7 +232,7 @@ class Policy:
         order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
         # packed: one prompt's responses stay together
         prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]
-        for indices in plan_micro_batches(lengths, self.ranks, self.micro_tokens, prompts)[self.rank]:
+        for indices in plan_micro_batches(lengths, prompts, self.ranks, self.micro_tokens)[self.rank]:
             if indices:
                 yield MicroBatch([rollouts[i] for i in indices], indices, self.device)
             else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero
@@ -324,9 +318,6 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
-    if unused := sorted(info["unexpected_keys"]):
-        say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
-                 f"among them {', '.join(unused[:3])}; they are left out.")
     return model
 
 

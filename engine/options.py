@@ -103,12 +103,11 @@ def read_run(folder: Path) -> dict:
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(run["script"], str) and isinstance(run["args"], dict) and run["identity"]:
-            return run
-        reason = "it lacks the script, its arguments or its identity"
+        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-    raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on with.")
+        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on "
+                        "with.") from None
 
 
 def script_name() -> str:

@@ -18,7 +18,7 @@ from engine.options import parse
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=3150, tools=1000, tests=9300)
+MOST_LINES = dict(engine=2920, tools=1000, tests=9300)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

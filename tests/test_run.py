@@ -420,7 +420,7 @@ def test_resume_without_a_folder_or_a_run_in_it_is_refused(tmp_path, monkeypatch
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="run.json cannot be read, it does not exist; there is no run"):
             parse(monkeypatch, "ttrl", "--resume", "--out", folder)
-    with pytest.raises(UserError, match="--resume: there is no run in"):  # a fork that calls main itself
+    with pytest.raises(UserError, match="there is no run to go on with"):  # a fork that calls main itself
         run_toy(ttrl, tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -705,7 +705,7 @@ def test_samples_are_whole_groups(tmp_path, module, train_samples):
     run_toy(module, tmp_path / "run", steps=2, train_samples=train_samples)
     records = read_lines(tmp_path / "run/samples.jsonl")
     size = 10 if module is ettrl else 8  # 2 trunks x (1 + 2 forks x 2 branches) leaves
-    assert [record["step"] for record in records] == [1, 1, 2, 2]  # the first two prompts of every step
+    assert [record["step"] for record in records] == [1, 1, 2, 2]  # two prompts of every step
     assert len({record["problem"] for record in records}) == 4
     for record in records:
         responses = record["responses"]

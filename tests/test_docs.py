@@ -143,16 +143,6 @@ def test_a_command_of_a_docstring_does_not_parse(name, capsys, monkeypatch):
     assert {check(f"{name}'s docstring", command, capsys, monkeypatch).name for command in commands} == {name}
 
 
-@each_recipe
-def test_the_number_of_commands_is_wrong(page):
-    """In README's table, in the first lines of the paper's page and of the recipes."""
-    rows = commands_of(page)[1]
-    number = sum(bool(row.command) for row in rows)
-    assert f"[{number} commands](docs/recipes/{page.name})" in (ROOT / "README.md").read_text()
-    assert f"[**{number} commands**](recipes/{page.name})" in (ROOT / "docs" / page.name).read_text()
-    assert f"Of {len(rows)} rows {number} can be run" in page.read_text()
-
-
 @each_page
 def test_a_flag_does_not_exist(page):
     known = {"help", *KNOWN_FLAGS}

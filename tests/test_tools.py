@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from conftest import ROOT
 from matplotlib import pyplot
 
 from engine.base import UserError
-from tools import compare, gpu_smoke, plot
+from tools import compare, plot
 
 GOOD = "import os, sys\nos.makedirs(sys.argv[sys.argv.index('--out') + 1] + '/final')\n"
 SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
@@ -101,27 +99,6 @@ def test_a_failed_run_is_not_named_or_the_others_go_on(repository):
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()
 
 
-def test_runs_go_on_after_ctrl_c(repository):
-    code = f"""
-import sys
-from pathlib import Path
-from tools import compare
-compare.ROOT, compare.SETS["main"] = Path({str(repository)!r}), {{"slow": "slow.py"}}
-sys.argv = ["compare", "--seeds", "1", "--out", {str(repository / "out")!r}]
-compare.main()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    pid = repository / "pid"
-    for _ in range(1200):  # it takes half a minute to start on a busy machine
-        if pid.exists() and pid.read_text():
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30)
-    assert not Path(f"/proc/{pid.read_text()}").exists()
-
-
 def test_a_set_names_a_script_that_is_not_there():
     for variants in compare.SETS.values():
         for command in variants.values():
@@ -150,8 +127,3 @@ def test_gpu_smoke_passes_without_a_gpu():
     lines = done.stdout.splitlines()
     assert [line[:12].strip() for line in lines[1:-1]] == ["two steps", "--resume", "two ranks"]
     assert lines[-1] == "PASS"
-
-
-def test_gpu_smoke_shows_why_a_run_failed(tmp_path):
-    with pytest.raises(SystemExit, match="(?s)two steps FAILED: .*--votes is 0, but the input should be"):
-        gpu_smoke.run("two steps", tmp_path / "run", ["--votes", "0"])

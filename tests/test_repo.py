@@ -5,14 +5,12 @@ import functools
 import importlib
 import re
 import subprocess
-import sys
 from graphlib import TopologicalSorter
 
 import pytest
-from conftest import ROOT, SCRIPTS, toy_of
+from conftest import ROOT, SCRIPTS
 
 import common
-from engine.options import parse
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
@@ -133,23 +131,12 @@ def explained(module: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["evaluate", *SCRIPTS])
-def test_help_is_no_manual(name, monkeypatch, capsys):
-    """Its commands, and every option with what is said of it in the source."""
-    module = importlib.import_module(name)
-    toy = module.TOY if name == "evaluate" else toy_of(module)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.setenv("COLUMNS", "110")
-    with pytest.raises(SystemExit) as leave:
-        parse(module.Args, toy)
-    assert leave.value.code == 0
-    shown = " ".join(re.sub("[^!-~]", " ", capsys.readouterr().out).split())  # without the frame
-    assert "torchrun --nproc-per-node 8" in shown
-    options = explained(name) if name == "evaluate" else explained("common") | explained(name)
-    assert set(options) == set(module.Args.__dataclass_fields__)
-    for option, said in options.items():
-        assert said or name == "evaluate" and explained("common")[option]  # means the same in every script
-        assert re.search(rf"--(no-)?{option.replace('_', '[-_]')}\b", shown), option
-        assert " ".join(said.split()) in shown, option
+def test_an_option_is_not_explained(name):
+    shared = explained("common")
+    options = explained(name) if name == "evaluate" else shared | explained(name)
+    assert set(options) == set(importlib.import_module(name).Args.__dataclass_fields__)
+    silent = {option for option, said in options.items() if not said}
+    assert silent <= (set(shared) if name == "evaluate" else set())  # what means the same in every script
 
 
 # ------------------------------------------- bad input is one sentence -----------------------------------

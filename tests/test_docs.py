@@ -1,8 +1,6 @@
 """The pages keep their word: commands parse, numbers of rows are right, metrics are logged, links exist."""
 
-import dataclasses
 import functools
-import importlib
 import re
 import shlex
 import sys
@@ -33,29 +31,11 @@ each_recipe = pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.ste
 # ------------------------------------------- commands of the pages -----------------------------------------
 def tables(text: str) -> list[list[list[str]]]:
     """The tables of a page: rows of cells, the header first."""
-    found, last = [], -2
-    for number, line in enumerate(text.splitlines()):
-        if not line.startswith("|"):
-            continue
-        if number != last + 1:
-            found.append([])
-        last = number
-        if not line.startswith("|---"):
-            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [line for line in block.splitlines() if not line.startswith("|---")]
+        found.append([re.split(r" *\| *", line.strip("|").strip()) for line in lines])
     return found
-
-
-def fenced(text: str, language: str) -> list[str]:
-    """Lines of the fenced blocks of this language; a line that ends in a backslash goes on in the next."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def spans(text: str) -> list[str]:
-    """What stands between single backticks outside of fenced blocks and tables, line breaks as blanks."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^\|.*\n", "\n", text, flags=re.MULTILINE)
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
@@ -67,7 +47,8 @@ def expand(text: str, variables: dict[str, str]) -> str:
 def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace]]:
     """(commands outside of recipe tables as (where, command), rows of recipe tables), all expanded."""
     text, variables, free, rows = page.read_text(), {}, [], []
-    for line in fenced(text, "bash"):
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    for line in filter(None, blocks.replace("\\\n", " ").splitlines()):
         if assignment := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assignment[1]] = expand(assignment[2], variables)
         else:
@@ -81,12 +62,6 @@ def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace
             command = expand(command.strip("`"), variables) if command != "-" else ""
             where = f"{page.name}: {row}"
             rows.append(SimpleNamespace(where=where, command=command, gpus=gpus, batches=batches, read=read))
-    for span in spans(text):
-        if not re.match(r"(\$\w+ |python |torchrun |\w+\.py -)", span) or "..." in span:
-            continue
-        command = ("python " if re.match(r"\w+\.py ", span) else "") + expand(span, variables)
-        if command.startswith(("python ", "torchrun ")):  # else a variable that holds a part of one
-            free.append((f"{page.name}: {span}", command))
     return free, rows
 
 
@@ -99,24 +74,17 @@ def understand(command: str) -> SimpleNamespace | None:
     program, world = words.pop(0), 1
     if program == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+    if program not in ("python", "torchrun"):
+        assert program in ("make", "pip", "source", "cp", "grep", "sed", "printf"), command
         return None
-    if program in ("grep", "sed", "printf"):  # test_guide.py runs those of the guide
-        return None
-    if program in ("pip", "source", "cp"):
-        files = [word for word in words if word.endswith((".txt", "ttrl.py"))]
-        assert all((ROOT / file).is_file() for file in files), command
-        return None
-    assert program in ("python", "torchrun"), command
     while program == "torchrun" and words[0].startswith("--n"):
         world *= int(words[1])
         del words[:2]
     script = words.pop(0)
     script = words.pop(0).replace(".", "/") + ".py" if script == "-m" else script
-    if script == "my_idea.py":  # the copy of the guide
-        return None
     name = script.removesuffix(".py").replace("/", ".")
-    assert name in EXAMPLES or (ROOT / script).is_file(), f"there is no {script}: {command}"
     if name not in MODULES:
+        assert script == "my_idea.py" or (ROOT / script).is_file(), f"there is no {script}: {command}"
         return None
     module = load_script(name)
     toy = evaluate.TOY if name == "evaluate" else toy_of(module)
@@ -151,7 +119,7 @@ def batches(args) -> int:
 
 
 @each_page
-def test_every_command_parses_and_its_batches_are_right(page, capsys, monkeypatch):
+def test_a_command_does_not_parse_or_its_batches_are_wrong(page, capsys, monkeypatch):
     free, rows = commands_of(page)
     assert bool(rows) == (page in RECIPES)
     for where, command in free:
@@ -164,47 +132,19 @@ def test_every_command_parses_and_its_batches_are_right(page, capsys, monkeypatc
         assert not trains or run.world == int(row.gpus.split(" x ")[0]), row.where
 
 
-def commands_of_docstring(name: str) -> list[str]:
+@pytest.mark.parametrize("name", MODULES)
+def test_a_command_of_a_docstring_does_not_parse(name, capsys, monkeypatch):
     """Of a script, or of the header of an example's diff."""
+    text = load_script(name).__doc__
     if name in EXAMPLES:
         text = (ROOT / f"examples/{name}.diff").read_text().partition("--- ttrl.py")[0]
-    else:
-        text = importlib.import_module(name).__doc__
-    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith(("python ", "torchrun "))]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_commands_of_the_docstrings(name, capsys, monkeypatch):
-    commands = commands_of_docstring(name)
+    commands = re.findall(r"^ *((?:python|torchrun) .*)", text.replace("\\\n", " "), re.MULTILINE)
     assert len(commands) >= 2
     assert {check(f"{name}'s docstring", command, capsys, monkeypatch).name for command in commands} == {name}
 
 
-@each_recipe
-def test_the_numbers_of_commands_are_right(page):
-    """In README's table, in the first lines of the paper's page and of the recipes."""
-    rows = commands_of(page)[1]
-    number = sum(bool(row.command) for row in rows)
-    assert f"[{number} commands](docs/recipes/{page.name})" in (ROOT / "README.md").read_text()
-    assert f"[**{number} commands**](recipes/{page.name})" in (ROOT / "docs" / page.name).read_text()
-    assert f"Of {len(rows)} rows {number} can be run" in page.read_text()
-
-
-def test_the_readmes_commands_are_rows_of_the_recipes():
-    """But for what is evaluated when, and where the run is written."""
-    same = dict(out="", plan=False, gpus=0, gpu_gib=0.0, eval="", eval_every=0, eval_greedy=False)
-    rows = []
-    for row in (row for page in RECIPES for row in commands_of(page)[1] if row.command):
-        run = understand(row.command)
-        rows += [dataclasses.replace(run.args, **same)] if run.name in SCRIPTS else []
-    runs = [understand(command) for _, command in commands_of(ROOT / "README.md")[0]]
-    runs = [run for run in runs if run and run.name in SCRIPTS and run.args.model]
-    assert runs and all(dataclasses.replace(run.args, **same) in rows for run in runs)
-
-
 @each_page
-def test_flags_exist(page):
+def test_a_flag_does_not_exist(page):
     known = {"help", *KNOWN_FLAGS}
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
@@ -220,8 +160,7 @@ def logged(watch):
     """Names that a toy step of the six scripts and an evaluation log, in the form of docs/metrics.md."""
     names = set()
     for script in SCRIPTS:
-        for line in watch(script).metrics:
-            names |= set(line)
+        names |= set().union(*watch(script).metrics)
     verdicts = dict(known=True, correct=[True] * 4, classes=[0] * 4, length=[9] * 4, answered=[True] * 4,
                     truncated=[False] * 4, distinct=1.0)
     stub = mock.Mock(benchmarks=dict(toy=[], train=[]), args=SimpleNamespace(eval_greedy=True))
@@ -237,7 +176,7 @@ def general(name: str) -> str:
     return re.sub(r"^(seconds|tokens_per_second|agreeing)/\w+$", r"\1/*", name)
 
 
-def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
+def test_metrics_page_names_other_metrics_than_are_logged(logged):
     documented = set()
     for _, *rows in tables((ROOT / "docs/metrics.md").read_text()):
         for cells in rows:
@@ -249,7 +188,7 @@ def test_metrics_page_names_what_is_logged_and_nothing_else(logged):
 
 
 @each_recipe
-def test_metrics_of_the_read_column_exist(page, logged):
+def test_a_metric_of_the_read_column_is_not_logged(page, logged):
     """And those of a benchmark are logged by this very command."""
     known = logged | {name.rpartition("/")[2] for name in logged}
     for row in commands_of(page)[1]:
@@ -269,7 +208,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
-def test_links_files_and_tests_that_are_named_exist(page):
+def test_a_link_a_file_or_a_test_that_is_named_does_not_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
@@ -284,21 +223,11 @@ def test_links_files_and_tests_that_are_named_exist(page):
         assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
-@each_page
-def test_github_shows_the_page_as_it_is_meant(page):
-    """Formulas are blocks of their own, without what GitHub refuses or Markdown eats."""
-    text = re.sub(r"^```.*?^```$|`[^`]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert set(re.findall(r"</?([a-z]+)[^>]*>", text)) <= {"details", "summary"}  # of the exercises
-    formulas = re.findall(r"\n\n\$\$\n(.+)\n\$\$\n\n", text.replace("$$\n\n$$", "$$\n\n\n\n$$"))
-    assert text.count("$$") == 2 * len(formulas)
-    assert not re.search(r"operatorname|\\[\\,;{}#]|\*", " ".join(formulas))
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_functions_of_the_equations_exist(script):
-    found = [rows for header, *rows in tables((ROOT / f"docs/{script}.md").read_text())
-             if header[-1] == "function in the script"]
-    names = re.findall(r"`(\w[\w.]*)`", " ".join(cells[-1] for rows in found for cells in rows))
+def test_a_function_of_the_equations_does_not_exist(script):
+    rows = [cells for header, *body in tables((ROOT / f"docs/{script}.md").read_text()) for cells in body
+            if header[-1] == "function in the script"]
+    names = re.findall(r"`(\w[\w.]*)`", " ".join(cells[-1] for cells in rows))
     for name in set(names) - {"token_ratio", "fork_position"}:  # two metrics
         owner = common if name.startswith("common.") else load_script(script)
         assert hasattr(owner, name.rpartition(".")[2]), name

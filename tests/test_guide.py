@@ -45,40 +45,15 @@ def printed(line: str, folder) -> dict[str, list]:
     return found
 
 
-def brief(found):
-    return found["reward"] and all(map(float.__lt__, found["reward"], found["majority_ratio"]))
-
-
-def margin(found):
-    return found["reward"] and all(map(float.__gt__, found["reward"], found["majority_ratio"]))
-
-
-def sure(found):
-    return found["sure"] and 0 < min(found["sure"]) <= max(found["sure"]) < 1
-
-
-def turns(found):
-    return found["Check"] and max(found["logp_diff_max"]) < 1e-3
-
-
-def twice(found):
-    return bool(found["Think twice"])
-
-
-def weighted(found):
-    return set(found["zero_variance"]) == {1}
-
-
-def words(found):
-    return set(found["answered"]) == {1}
-
-
-def unclear(found):
-    counts = found["unclear_so_far"]
-    return len(counts) == 4 and counts == sorted(counts) and counts[3] > counts[1]
-
-
-WORKS = [brief, margin, sure, turns, twice, weighted, words, unclear]  # as on the page
+WORKS = [  # what the page says that a command shows, of what it prints; in the order of the page
+    lambda found: found["reward"] and all(map(float.__lt__, found["reward"], found["majority_ratio"])),
+    lambda found: found["reward"] and all(map(float.__gt__, found["reward"], found["majority_ratio"])),
+    lambda found: found["sure"] and 0 < min(found["sure"]) <= max(found["sure"]) < 1,
+    lambda found: found["Check"] and max(found["logp_diff_max"]) < 1e-3,
+    lambda found: found["Think twice"],
+    lambda found: set(found["zero_variance"]) == {1},
+    lambda found: set(found["answered"]) == {1},
+    lambda found: found["unclear_so_far"] and 0 < found["unclear_so_far"][1] < found["unclear_so_far"][3]]
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +66,10 @@ def unchanged(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("number, works", enumerate(WORKS))
-def test_the_guide_was_followed(number, works, tmp_path, monkeypatch, unchanged):
+@pytest.mark.parametrize("number", range(len(WORKS)))
+def test_the_guide_was_followed(number, tmp_path, monkeypatch, unchanged):
     assert len(STEPS) == len(WORKS) == GUIDE.count("```diff") == GUIDE.count("It works if")
-    diff, commands = STEPS[number]
+    works, (diff, commands) = WORKS[number], STEPS[number]
     monkeypatch.chdir(tmp_path)
     Path("toy").symlink_to(ROOT / "toy")
     Path("my_idea.py").write_text(applied(diff, (ROOT / "ttrl.py").read_text()))

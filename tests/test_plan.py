@@ -1,19 +1,16 @@
 """--plan: its terms by hand, what it says of runs that do not fit, and that docs/plan.md is up to date."""
 
-import json
 import re
-import shutil
 
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoConfig
 
-import common
 import ttrl
 from engine import plan as planning
 from engine.base import UserError
-from engine.plan import GIB, check_plan, plan, shape_of
+from engine.plan import GIB, check_plan, plan
 
 SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, vocabulary, tied head
     "Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
@@ -35,7 +32,7 @@ def plan_of(name: str, gpus: int, gib: float, **flags):
     return plan(ttrl.Args(gpus=gpus, gpu_gib=gib, **flags), config_of(name))
 
 
-def test_a_phase_takes_its_terms():
+def test_a_phase_takes_other_terms():
     """Qwen2.5-Math-7B on 8 GPUs. A micro-batch has 4 sequences of 4,096 tokens."""
     weights, head, tokens = 7_615_616_512, 152_064 * 3584, 16384
     layer = (weights - 2 * head) // 28  # the last norm is shared out among the layers
@@ -62,16 +59,16 @@ def test_a_phase_takes_its_terms():
     (dict(tensor_parallel=4), "sync", "vLLM", GIB + 2 * 7_615_616_512 / 4),
     (dict(gpu_memory=0.25), "sampling", "vLLM", 20 * GIB),
 ])
-def test_a_flag_changes_its_term(flags, phase, what, expected):
+def test_a_flag_does_not_change_its_term(flags, phase, what, expected):
     assert plan_of("Qwen2.5-Math-7B", 8, 80, **flags).phases()[phase][what] == expected
 
 
-def test_micro_batches_are_as_large_as_fit():
-    """Without recomputation, 1.5B has room for 16,384 tokens on 80 GiB, for 8,192 on 36."""
-    flags = dict(gradient_checkpointing="off", gpu_memory=0.3)
-    assert plan_of("Qwen2.5-Math-1.5B", 8, 80, **flags).micro_tokens == 16384
-    assert plan_of("Qwen2.5-Math-1.5B", 8, 36, **flags).micro_tokens == 8192
-    assert plan_of("Qwen2.5-Math-1.5B", 8, 36, micro_tokens=9000, **flags).micro_tokens == 9000
+@pytest.mark.parametrize("gib, flags, tokens", [
+    (80, {}, 16384), (36, {}, 8192), (36, dict(micro_tokens=9000), 9000)])
+def test_micro_batches_are_not_as_large_as_fit(gib, flags, tokens):
+    """Of 1.5B, without recomputation."""
+    flags = dict(gradient_checkpointing="off", gpu_memory=0.3) | flags
+    assert plan_of("Qwen2.5-Math-1.5B", 8, gib, **flags).micro_tokens == tokens
 
 
 @pytest.mark.parametrize("name, gpus, gib, flags, words", [
@@ -81,24 +78,14 @@ def test_micro_batches_are_as_large_as_fit():
     ("Qwen2.5-32B", 8, 68, dict(offload="optimizer", gpu_memory=0.9), "sync takes .* --tensor_parallel"),
     ("Qwen2.5-Math-7B", 8, 80, dict(gpu_memory=0.2), "no room for a sequence of 4,096 tokens; try a larger"),
 ])
-def test_what_does_not_fit_is_named_with_what_may_help(name, gpus, gib, flags, words):
+def test_what_does_not_fit_is_not_named_or_without_what_may_help(name, gpus, gib, flags, words):
     made = plan_of(name, gpus, gib, **flags)
     assert re.match(f"It does not fit: .*{words}", made.verdict())
     with pytest.raises(UserError, match="It does not fit"):
         check_plan(made.args, config_of(name))
 
 
-def test_an_evaluation_has_only_the_sampler():
-    made = plan(ttrl.Args(gpus=8, gpu_gib=80), config_of("Qwen3-4B"), train=False)
-    assert list(made.phases()) == ["sampling"] and list(made.phases()["sampling"]) == ["vLLM"]
-    assert made.verdict() == "It fits." and "Adam" not in made.table()
-
-
-def test_the_parameters_of_another_architecture_are_exact():
-    assert shape_of(AutoConfig.for_model("gpt2")).weights == 124_439_808
-
-
-def test_a_run_is_planned_for_the_gpu_it_has(monkeypatch):
+def test_a_run_is_not_planned_for_the_gpu_it_has(monkeypatch):
     class Gpu:
         total_memory = 24 * GIB
 
@@ -111,20 +98,7 @@ def test_a_run_is_planned_for_the_gpu_it_has(monkeypatch):
     assert check_plan(ttrl.Args(), config_of("Qwen2.5-Math-7B")) == 16384
 
 
-@pytest.mark.parametrize("gpus, gib, code", [(8, 80, 0), (4, 40, 1)])
-def test_the_command_line_prints_the_table_and_needs_no_weights(tmp_path, capsys, gpus, gib, code):
-    values = config_of("Qwen2.5-Math-7B").to_dict() | dict(architectures=["Qwen2ForCausalLM"])
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "toy" / name, tmp_path)
-    with pytest.raises(SystemExit) as end:
-        common.Run(ttrl.Args(model=str(tmp_path), plan=True, gpus=gpus, gpu_gib=gib))
-    out = capsys.readouterr().out
-    assert end.value.code == code and f"Plan for {gpus} GPU(s) of {gib} GiB; 7.62e9 parameters" in out
-    assert ("It fits." in out) == (code == 0)
-
-
-def test_the_table_of_the_page_is_the_plans():
+def test_the_table_of_the_page_is_not_the_plans():
     """docs/plan.md, a row for every model and machine."""
     page = (ROOT / "docs/plan.md").read_text()
     rows = re.findall(r"\| (\S+) \| (\d) x (\d+) GB \| (.*?) \| ?(.*) \|\n", page)

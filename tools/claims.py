@@ -252,9 +252,9 @@ def votes(options) -> None:
         found[size] = []
         for vote in sampled:
             found[size].append([])
-            for chosen in [draw.sample(range(options.n), size) for _ in range(SUBSETS)]:
-                parts = [[part[i] for i in chosen] for part in (vote.classes, vote.right, vote.entropies)]
-                found[size][-1].append(vote_row(*parts))
+            responses = list(zip(vote.classes, vote.right, vote.entropies))
+            for _ in range(SUBSETS):
+                found[size][-1].append(vote_row(*map(list, zip(*draw.sample(responses, size)))))
     toy = not options.model and options.dataset == "toy/hard.jsonl"
     print(f"| id | claim | {' | '.join(f'N = {n}' for n in found)} |\n|---|---|{'---|' * len(found)}")
     for claim in [claim for claim in CLAIMS if claim.regime == VOTES]:
@@ -269,7 +269,7 @@ def votes(options) -> None:
         print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")
     IMAGES.mkdir(parents=True, exist_ok=True)
     out = IMAGES / "votes.png" if toy else Path("votes.png")
-    draw_votes({size: [row for rows in problems for row in rows] for size, problems in found.items()}, out)
+    draw_votes({size: sum(problems, []) for size, problems in found.items()}, out)
     print(f"Figure: {out}")
 
 

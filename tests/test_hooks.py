@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, load_script, read_lines, run_toy, spy, toy_args
+from conftest import ROOT, SMALL, read_lines, run_toy, spy, toy_args
 from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
@@ -21,7 +21,6 @@ import ttrl
 from common import Problem, Rollout
 from engine.data import load_problems
 from engine.fast import LogProbs
-from engine.policy import MicroBatch
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
@@ -97,17 +96,6 @@ def test_forks_statistics_read_masked_tokens(watch):
     for group in watch("rent", meddle=mask_some).groups:
         expected = [-float(r.entropy[r.mask.bool()].mean()) for r in group.responses]
         assert group.rewards == pytest.approx(expected, abs=1e-6)
-
-
-def test_micro_batch_of_masked_responses_by_hand():
-    one = Rollout([1], [2, 3, 4], torch.zeros(3), True, advantage=1.0, mask=torch.tensor([1., 0., 1.]))
-    two = Rollout([1], [5, 6], torch.zeros(2), True, advantage=2.0)
-    none = Rollout([1], [7], torch.zeros(1), True, advantage=2.0, mask=torch.zeros(1))
-    micro = MicroBatch([one, two, none], [0, 1, 2], torch.device("cpu"))
-    means_T = load_script("gspo").sequence_mean(micro, torch.tensor([1., 100., 3., 5., 6., 100.]))
-    assert means_T.tolist() == [2, 2, 2, 5.5, 5.5, 0]
-    assert micro.mask_T.tolist() == [1, 0, 1, 1, 1, 0] and micro.length_T.tolist() == [2, 2, 2, 2, 2, 1]
-    assert one.mean(torch.tensor([1., 100., 3.])) == 2 and none.mean(torch.tensor([100.])) == 0
 
 
 # --------------------------------------- (c) another notion of the same answer ----------------------------

@@ -163,20 +163,22 @@ def cut(folder):
 
 
 def test_damaged_checkpoint_falls_back_with_a_warning(tmp_path, interrupted, whole, capfd):
-    """Cut short, without its tensors, without its state, not yet named. They do not push out, with --keep 1,
-    what is saved next."""
+    """Cut short, without one of its files, without its state, not yet named. They do not push out, with
+    --keep 1, what is saved next."""
     out = tmp_path / "run"
     shutil.copytree(interrupted, out)
-    good, short, bare, stateless, unnamed = (
+    good, short, lacking, stateless, unnamed = (
         out / "checkpoints" / f"step_0000000{name}" for name in ("3", "4", "7", "8", "9.partial"))
-    for folder in (bare, stateless, unnamed):
+    for folder in (lacking, stateless, unnamed):
         shutil.copytree(short, folder)
     cut(short)
-    next(bare.glob("*.safetensors")).unlink()
+    state = json.loads((lacking / "state.json").read_text())
+    files = state["files"] | {"of-rank-1.safetensors": 1000}
+    (lacking / "state.json").write_text(json.dumps(state | dict(step=7, files=files)))
     (stateless / "state.json").unlink()
     run_toy(ttrl, out, **STEPS, keep=1, resume=True)
     printed = capfd.readouterr().out
-    for folder, warned in {short: True, bare: True, stateless: True, unnamed: False}.items():
+    for folder, warned in {short: True, lacking: True, stateless: True, unnamed: False}.items():
         assert (f"Warning: {folder} is not usable" in printed) == warned
     assert f"Resumed from {good}\n" in printed
     assert checkpoint.complete(out) == [out / "checkpoints/step_00000006"]

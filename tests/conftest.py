@@ -83,15 +83,21 @@ def toy_args(module, **overrides):
     return module.Args(**values)
 
 
-def run_toy(module, out, **overrides) -> list[dict]:
-    """Run a script's main on the toy with a small budget; returns the lines of metrics.jsonl."""
-    args = toy_args(module, **overrides, out=str(out))
+@contextlib.contextmanager
+def signal_handlers_kept():
+    """A run's handlers hold the run, and the run holds the lock of its folder."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        module.main(args)
-    finally:  # the handlers hold the run, and the run holds the lock of its folder
+        yield
+    finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def run_toy(module, out, **overrides) -> list[dict]:
+    """Run a script's main on the toy with a small budget; returns the lines of metrics.jsonl."""
+    with signal_handlers_kept():
+        module.main(toy_args(module, **overrides, out=str(out)))
     return read_lines(Path(out) / "metrics.jsonl")
 
 
@@ -108,15 +114,12 @@ def launch(monkeypatch, capfd):
         arguments += [f"--{name}" for name, value in flags.items() if value is True]
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
         monkeypatch.setattr(options, "leave", leave)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         code = 0
-        try:
-            options.launch(module.main, module.Args, toy)
-        except SystemExit as ended:
-            code = ended.code
-        finally:  # the handlers hold the run, and the run holds the lock of its folder
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with signal_handlers_kept():
+            try:
+                options.launch(module.main, module.Args, toy)
+            except SystemExit as ended:
+                code = ended.code
         return code, *capfd.readouterr()
 
     return launched
@@ -186,11 +189,10 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = AutoTokenizer.from_pretrained(common.TOY_MODEL)
     torch.manual_seed(0)
+    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, bos_token_id=None)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128,
                          num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-                         max_position_embeddings=4096, tie_word_embeddings=False,
-                         eos_token_id=tokenizer.eos_token_id,
-                         pad_token_id=tokenizer.eos_token_id, bos_token_id=None)
+                         max_position_embeddings=4096, tie_word_embeddings=False, **ids)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -226,16 +228,6 @@ class FakeEmbedder:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {text}".encode()))
             vectors.append(torch.nn.functional.normalize(torch.randn(3, generator=generator), dim=0))
         return vectors
-
-
-def all_but_the_second(keep=(True, False, True, True, True)):
-    """A keep_question for Dynamic RL that filters the second of five questions, whatever they are."""
-    verdicts = itertools.cycle(keep)
-
-    def keep_question(text: str) -> bool:
-        return next(verdicts)
-
-    return keep_question
 
 
 def spy(owner, name, before=None, after=None) -> None:
@@ -285,7 +277,8 @@ class Watched:
         if self.script == "evol_rl":
             instead = mock.patch.object(self.module, "Embedder", FakeEmbedder)
         if self.script == "dynamic_rl":
-            instead = mock.patch.object(self.module, "keep_question", all_but_the_second())
+            verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
+            instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))
         cpu = mock.patch("engine.setup.start_processes", return_value=(torch.device("cpu"), 0, 1))
         with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
                 mock.patch.object(sys, "argv", [f"{self.script}.py"]):

@@ -1,4 +1,4 @@
-"""Faulty models, chat templates and run folders, through a script's real start: one sentence each."""
+"""Faulty models and run folders, through a script's real start: one sentence each."""
 
 import json
 import shutil
@@ -7,36 +7,40 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, run_toy
+from conftest import ROOT, SMALL, read_lines, run_toy
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine import checkpoint, data
+from engine import checkpoint
 
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
-CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+WEIGHTS = "model.safetensors"
 
 
 # ---------------------------------------------------- models -----------------------------------------------
 def copy_of_the_toy(folder, file, change):
-    """The toy with one file changed: fields of JSON, all its bytes, None (removed), a function of tensors."""
+    """The toy with one file changed: fields of JSON, all its bytes, a function of its tensors."""
     folder.mkdir()
-    for name in (CONFIG, GENERATION, WEIGHTS, "tokenizer.json", "tokenizer_config.json"):
+    for name in (CONFIG, GENERATION, TOKENIZER, WEIGHTS, "tokenizer.json"):
         shutil.copy(ROOT / "toy" / name, folder)
     path = folder / file
     if isinstance(change, dict):
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     elif isinstance(change, bytes):
         path.write_bytes(change)
-    elif change is None:
-        path.unlink()
     else:
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
+        change_tensors(path, change)
     return folder
+
+
+def change_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    with safe_open(path, "pt") as file:
+        save_file(tensors, path, metadata=file.metadata())
 
 
 def lacks_one(tensors):
@@ -52,19 +56,17 @@ def one_nan(tensors):
 
 
 BAD_MODELS = {
-    "no weights": (WEIGHTS, None, "its weights cannot be read: "),
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: "),
     "a tensor is missing": (WEIGHTS, lacks_one, "1 are missing or of another shape, among them model.layers"),
     "another shape": (WEIGHTS, another_shape, "1 are missing or of another shape, among them model.layers.1"),
     "NaN": (WEIGHTS, one_nan, "but tokens have the probability NaN"),
-    "no config": (CONFIG, None, "must be a Hub id or a folder with a model and its tokenizer: Unrecognized"),
     "small vocabulary": (CONFIG, dict(vocab_size=300), "620 tokens and ends a response with [2], but"),
     "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
-    "another architecture": (CONFIG, dict(model_type="gpt2"), "are missing or of another shape, among them"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
     "eos is unknown": (GENERATION, dict(eos_token_id=[2, 620]), "ends a response with [2, 620], but the mod"),
     "tokenizer is garbage": ("tokenizer.json", b"{", "but its tokenizer cannot be read: "),
+    "no template": (TOKENIZER, dict(chat_template=""), "has no chat template; give --prompt plain."),
 }
 
 
@@ -77,37 +79,6 @@ def test_a_bad_model_is_more_than_one_sentence(tmp_path, launch, fault):
     assert words in errors[errors.index("Error: "):]
 
 
-def test_a_model_that_can_never_end_a_response_is_trained(tmp_path, launch):
-    model = copy_of_the_toy(tmp_path / "model", "tokenizer_config.json", dict(eos_token=None))
-    (model / GENERATION).unlink()
-    code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
-    assert code == 2 and "ends a response with []" in errors
-
-
-# --------------------------------------------------- templates ---------------------------------------------
-TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-BAD_TEMPLATES = {
-    "syntax": "{% for m in messages %}{{ m.content }",
-    "always raises": "{{ raise_exception('never') }}",
-    "leaves out the question": "Hello.",
-    "none": ""}
-
-
-@pytest.mark.parametrize("fault", BAD_TEMPLATES)
-def test_a_bad_chat_template_does_not_name_the_way_out(tmp_path, launch, fault):
-    change = dict(chat_template=BAD_TEMPLATES[fault])
-    model = copy_of_the_toy(tmp_path / "model", "tokenizer_config.json", change)
-    code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
-    assert code == 2 and "give --prompt plain" in errors and "Traceback" not in errors
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_template_without_a_system_role_drops_the_instruction(tmp_path, launch):
-    """Gemma's raises: the instruction moves into the user turn, and this is printed."""
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + TURNS
-    model = copy_of_the_toy(tmp_path / "model", "tokenizer_config.json", dict(chat_template=refuses))
-    code, printed, _ = launch(model=model, out=tmp_path / "run", show_prompt=True, **TINY_TOY)
-    assert code == 0 and f"user: {data.SYSTEM}\n\n" in printed
 
 
 # ---------------------------------------------------- folders ----------------------------------------------
@@ -121,57 +92,35 @@ def stopped(tmp_path_factory):
     return out
 
 
-def written(name, text):
-    """Put this text in a file's place."""
-    def change(out):
-        (out / name).write_bytes(text)
-
-    return change
-
-
-def tensors(change_tensors):
-    """Change the checkpoint's tensors, with sizes that are right."""
-    def change(out):
-        folder = out / "checkpoints/step_00000002"
-        (path,) = folder.glob("*.safetensors")
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        loaded = load_file(path)
-        change_tensors(loaded)
-        save_file(loaded, path, metadata=metadata)
-        state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps(state | dict(files=checkpoint.sizes(folder))))
-
-    return change
-
-
-def lacks_a_moment(tensors):
-    del tensors["model.norm.weight.exp_avg"]
-
-
+CHECKPOINT = "checkpoints/step_00000002"
 LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
-FOLDERS = {  # fault -> (change, exit code, words)
-    "state is empty": (written("checkpoints/step_00000002/state.json", b""), 2, "has no usable checkpoint"),
-    "a file too many": (written("checkpoints/step_00000002/x.safetensors", b""), 2, "no usable checkpoint"),
-    "a tensor is missing": (tensors(lacks_a_moment), 2, "another model or version (Missing key in checkpoin"),
-    "another model's": (tensors(another_shape), 2, "does not fit --model: it is a checkpoint of another mod"),
-    "NaN in it": (tensors(one_nan), 2, "but tokens have the probability NaN: it or the checkpoint holds"),
-    "metrics: half a line": (written("metrics.jsonl", LINES), 0, "Final model"),
-    "metrics: no UTF-8": (written("metrics.jsonl", b"\xff\xfe\n"), 0, "Final model"),
-    "run.json is damaged": (written("run.json", b'{"script": "tt'), 2, "cannot be read, it is damage"),
+MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
+FOLDERS = {  # fault -> (file, its bytes or a change of its tensors, exit code, words)
+    "a file too many": (f"{CHECKPOINT}/x.safetensors", b"", 2, "has no usable checkpoint"),
+    "another model's": (CHECKPOINT, another_shape, 2, "it is a checkpoint of another model or version (Size"),
+    "NaN in it": (CHECKPOINT, one_nan, 2, "but tokens have the probability NaN: it or the checkpoint holds"),
+    "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
+    "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
+    "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),
 }
 
 
 @pytest.mark.parametrize("fault", FOLDERS)
 def test_a_damaged_folder_neither_resumes_nor_says_why(tmp_path, launch, stopped, fault):
-    change, expected, words = FOLDERS[fault]
+    name, change, expected, words = FOLDERS[fault]
     out = tmp_path / "run"
     shutil.copytree(stopped, out)
-    change(out)
+    if isinstance(change, bytes):
+        (out / name).write_bytes(change)
+    else:  # with sizes that are right
+        (path,) = (out / name).glob("*.safetensors")
+        change_tensors(path, change)
+        state = json.loads((out / name / "state.json").read_text())
+        (out / name / "state.json").write_text(json.dumps(state | dict(files=checkpoint.sizes(out / name))))
     code, printed, errors = launch(resume=True, out=out, steps=3)
     assert code == expected and "Traceback" not in errors and words in printed + errors
     if code == 0:
-        assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+        assert read_lines(out / "metrics.jsonl")[-1]["step"] == 3
 
 
 def test_somebodys_own_file_is_written_over(tmp_path, launch):

@@ -183,7 +183,7 @@ CLAIMS = [
     # --------------------------------------------- Dynamic RL ---------------------------------------------
     few("D1", "The model improves on its own questions, without any data.", "Dynamic RL, Table 1",
         ("dynamic_rl.py --lambda_q 0.001 --lambda_dq 0.1 --lambda_da 1", "start"), "DYN",
-        "end eval/plain/pass@1", +1, .02),
+        "end eval/toy/plain.jsonl/pass@1", +1, .02),
     few("D2", "Without the question diversity reward the questions become alike.",
         "Dynamic RL, section 2, Figure 5", ("dynamic_rl.py", "dynamic_rl.py --no-rdq"), "DYN",
         "last question_entropy", +1, .02),

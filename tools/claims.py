@@ -199,9 +199,9 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
           f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
     if not held_out:
         IMAGES.mkdir(parents=True, exist_ok=True)
-        name = claim.metric.partition(" ")[2]
-        panels = ["batch_pass@1", *([name] if name and not name.startswith(("eval/", "batch")) else [])]
-        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels)
+        logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
+        panels = dict.fromkeys(["batch_pass@1", claim.metric.partition(" ")[2], "majority_ratio", "entropy"])
+        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=[name for name in panels if name in logged])
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------

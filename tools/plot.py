@@ -105,7 +105,7 @@ def styles(names: list[str]) -> dict[str, tuple]:
     """{name: (colour, line style)}: the method's that the name begins with, else one that is still free."""
     found: dict[str, tuple] = {}
     for name in names:
-        key = re.sub(r"\W", "_", name.lower())
+        key = re.sub(r"\W", "_", re.sub(r"^[A-Z0-9]+-(?=[a-z])", "", name).lower())  # PLAIN-ttrl: a claim's
         own = [style for method, style in STYLES.items() if key.startswith(method)]
         free = [style for style in own + OTHERS if style not in found.values()]
         found[name] = [*free, *OTHERS][0]

@@ -156,10 +156,10 @@ def hedge(left: Axes, right: Axes) -> None:
         right.plot(votes, [a[i] for a in hedged], mark, markersize=5, color=COLOUR["restrain"], label=who)
         right.plot(votes, [a[i] for a in plain], ":", color=COLOUR["ttrl"], label=f"{who}, TTRL")
     border, arrow = hedged[votes.index(kappa)], dict(arrowstyle="->", color=GREY)
-    said = f"{kappa} votes: the majority\n{border[0]:+.3f}, the others {border[-1]:+.3f}"
+    said = f"{kappa} votes:\nmajority {border[0]:+.3f}\nothers {border[-1]:+.3f}"
     right.axvspan(0.5, kappa - 0.5, color=PALE)
-    right.annotate(f"below kappa = {kappa}:\nall are pushed down", (1.5, -1.1), (0.7, -3.4), arrowprops=arrow)
-    right.annotate(said, (kappa, -0.1), (3.4, -2.4), arrowprops=arrow)
+    right.annotate(f"below kappa = {kappa}:\nall are pushed down", (1.5, -1.1), (0.7, -3.8), arrowprops=arrow)
+    right.annotate(said, (kappa, -0.1), (4, -2.6), arrowprops=arrow)
     right.set(xlabel="votes of 16, all others single", ylabel="advantage", ylim=(-4, 4))
     right.legend(loc="upper right")
 

@@ -1,10 +1,11 @@
-"""The pages' pictures are those that docs/pictures.py draws today."""
+"""The pages' pictures, and the lines of code that their tables name, are today's."""
 
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 from docs.pictures import PICTURES, main
+from docs.site_hooks import line_of, terms
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +24,11 @@ def test_a_picture_is_older_than_what_it_draws(name, fresh):
     assert re.findall(words, committed) == re.findall(words, drawn)
     numbers = [[float(number) for number in re.findall(r"-?\d+\.\d+", text)] for text in (committed, drawn)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.5)  # points of 1/72 inch, of pictures 475 wide
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_term_names_a_line_that_is_gone(script):
+    found = terms((ROOT / f"docs/{script}.md").read_text())
+    assert len(found) >= 8
+    for code, function in found:
+        assert line_of(script, function, code)

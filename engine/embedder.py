@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 
 import torch
@@ -30,6 +30,9 @@ class Embedder:
 
     def __init__(self, name: str):
         self.name, self.path, self.model = name, name, None
+        if name != "words" and not util.find_spec("sentence_transformers"):
+            raise UserError(f"--embedder is {name!r}, which needs sentence-transformers; pip "
+                            "install -r requirements-cpu.txt, or give --embedder words.")
         try:
             if name.startswith("package:"):
                 package = import_module(name.removeprefix("package:"))

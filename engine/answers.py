@@ -95,14 +95,6 @@ _UNICODE = str.maketrans({
 })
 
 
-def _without_commas(match: re.Match) -> str:
-    return match[1].replace(",", "")
-
-
-def _lower(match: re.Match) -> str:
-    return match[0].lower()
-
-
 # Applied in this order, again and again until nothing changes.
 _REWRITES = [
     (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\,(?=\d{3}(?!\d))", ""),  # 10,\!080 10{,}080 10\,080
@@ -119,7 +111,8 @@ _REWRITES = [
      r"(?: ?\^ ?\{?-?\d\}?)?)+ ?$", ""),
     # a unit: 5 cm
     (rf"(?<=[\d}}])\s*(?:{_UNITS})\s*(?:\^\s*\{{?\d\}}?)?$", ""),
-    (r"^\s*([-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*$", _without_commas),  # 1,000 but not 1,2,3
+    # 1,000 but not 1,2,3
+    (r"^\s*([-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*$", lambda match: match[1].replace(",", "")),
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 1 4/5
     (r"\\text\{([^{}]*)\}", r" \1 "),
     # only the space of "\cot x" means anything
@@ -140,7 +133,7 @@ _REWRITES = [
     (r"^\(([A-Z])\)$", r"\1"),
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
     (r"[.,;: ]+$|^[, ]+", ""),
-    (r"^[a-zA-Z]{3,}$", _lower),
+    (r"^[a-zA-Z]{3,}$", lambda match: match[0].lower()),
 ]
 _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _REWRITES]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class UserError(Exception):
-    """Something the user can mend. Shown as one sentence, without a traceback."""
+    """Something the user can fix. Shown as one sentence, without a traceback."""
 
 
 def seed_of(*parts) -> int:
@@ -81,18 +81,7 @@ def sharded(items: list, work, per_engine: int = 1) -> list:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside the file, sync, rename: a reader sees the old text or the new one, also after a crash."""
+    """Write beside the file and rename: a reader sees the old text or the new one, also after a kill."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_text(text, encoding="utf-8")
     partial.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in it durable: a rename is on disk only after this."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

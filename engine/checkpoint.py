@@ -15,12 +15,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, sync_folder
-from engine.base import write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
 
 
 def complete(run_folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first. A folder gets its name only after everything in it is on disk."""
+    """Complete checkpoints, newest first. A folder gets its name only after everything in it is written."""
     return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
@@ -47,7 +46,7 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
-    """Write to step_N.partial, sync, rename; then remove all but the last `keep`.
+    """Write to step_N.partial, rename; then remove all but the last `keep`.
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""
@@ -70,12 +69,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
                             f"({error}); the last good checkpoint is {newest(run_folder)}.")
         return [result for result, _ in results]
 
-    def make_room() -> None:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-
     def write() -> set[str]:
+        partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
         for name, tensor in tensors.items():  # a file, which is put together in host memory, takes 1 GiB
             files[name] = 1 + (size // ranks >> 30)
@@ -95,13 +90,11 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        sync_folder(final.parent)
         # the newer ones are damaged: `restore` passed over them
         newer = [folder for folder in complete(run_folder) if folder.name > final.name]
         for folder in newer + complete(run_folder)[len(newer) + keep:]:
             shutil.rmtree(folder)
 
-    on_all_ranks(make_room)
     written = set().union(*on_all_ranks(write))
     on_all_ranks(publish)
 
@@ -118,6 +111,8 @@ def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple
 
     Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
     (every: steps between checkpoints). Raises UserError if one was, or if it is of another model."""
+    for folder in (run_folder / "checkpoints").glob("*.partial") if rank_and_ranks()[0] == 0 else ():
+        shutil.rmtree(folder)  # a killed run's
     for folder in complete(run_folder):
         step, script, error = 0, {}, None
         try:

@@ -94,15 +94,15 @@ TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.j
          "smollm2_ood": "../smollm2/ood.jsonl"}
 FILES = (".json", ".jsonl", ".parquet")
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
-ANSWER_FIELDS = ("answer Answer final_answer gold gold_answer ground_truth target expected_answer "
-                 "Correct_Answer answerKey reward_model solution").split()
+ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
+                 "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution")
 LETTERS = "ABCDEFGHIJ"
 
 
 # ------------------------------------------------ problems ------------------------------------------------
 def load_problems(name: str, question_field: str = "", answer_field: str = "",
                   quiet: bool = False, same_answer: Callable | None = None) -> list[Problem]:
-    """Problems of a benchmark's short name, a Hub id, a local file (FILES) or a folder of save_to_disk.
+    """Problems of a benchmark's short name, a Hub id or a local file (FILES).
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
     Of a gold answer its last \\boxed{}, or what follows #### (GSM8K), counts. same_answer: see Problem; the
@@ -115,14 +115,15 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     if not rows:
         raise UserError(f"{source} holds no problems.")
     benchmark = BENCHMARKS.get(name, Benchmark(name))
-    question = question_field or benchmark.question or _first(QUESTION_FIELDS, rows[0])
+    question = question_field or benchmark.question or next((c for c in QUESTION_FIELDS if c in rows[0]), "")
     named = answer_field or benchmark.answer
-    answer = named or _first(ANSWER_FIELDS, rows[0])  # rows need not have one that is only found
+    # rows need not have one that is only found
+    answer = named or next((c for c in ANSWER_FIELDS if c in rows[0]), "")
     if not question:
         raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
                         f"--question_field.")
     needed = {question, named, *(GPQA if GPQA[1] in rows[0] else ())} - {""}
-    problems, sentences, conflicts = {}, 0, 0
+    problems = {}
     for number, row in enumerate(rows, 1):
         where = f"{source}, row {number}"
         if missing := sorted(needed - row.keys()):
@@ -138,12 +139,10 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
             lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
             text = text + "\n\n" + "\n".join(lines)
             gold = None if right is None else LETTERS[order.index(right)]
-        sentences += not options and same_answer is None and _is_sentence(gold)
         gold = _gold(gold, exact=same_answer is not None)
         text = text.strip()
-        first = problems.setdefault(text, Problem(text, gold, len(problems), len(options), row=row,
-                                                  same_answer=same_answer))
-        conflicts += None not in (gold, first.answer) and not first.is_right(gold)
+        problems.setdefault(text, Problem(text, gold, len(problems), len(options), row=row,
+                                          same_answer=same_answer))
     problems = list(problems.values())
     if not quiet:
         known = sum(p.answer is not None for p in problems)
@@ -153,61 +152,38 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         if benchmark.size not in (0, len(problems), len(rows)):
             print(f"Warning: {name} should have {benchmark.size} problems, but {source} has {len(problems)}.",
                   flush=True)
-        if sentences:
-            print(f"Warning: {sentences} gold answers of {name} are sentences or longer than 100 characters, "
-                  "so hardly a response can equal them; name a column of short answers.", flush=True)
-        if conflicts:
-            print(f"Warning: {conflicts} rows of {name} repeat a question with another gold answer; the "
-                  "first is kept.", flush=True)
     return problems
-
-
-def _first(names: list[str], columns) -> str:
-    """The column that comes first in the names; a blank in it is a _ there. Empty if there is none."""
-    found = {str(column).replace(" ", "_"): column for column in columns}
-    return next((found[name] for name in names if name in found), "")
 
 
 def _options(row: dict, gold, answer: str, where: str) -> tuple[list, int | None]:
     """The options of multiple choice and the right one's index (None: not known); [] if there are none.
 
-    GPQA's four columns; a list `choices` or `options` with the right one's index from 0 (MMLU) or letter
-    (MMLU-Pro); a dict of lists `text` and `label` with the right one's label (ARC)."""
-    options, labels = row.get("choices") or row.get("options"), list(LETTERS)
+    GPQA's four columns, or a list `choices` or `options` with the right one's index from 0 or its letter."""
+    options, letters = row.get("choices") or row.get("options"), list(LETTERS)
     if GPQA[1] in row:
         options, gold, answer = [row[column] for column in GPQA], 0, GPQA[0]
     if not options:
         return [], None
-    if isinstance(options, dict):
-        options, labels = options.get("text"), options.get("label")
-    if not isinstance(options, list) or not isinstance(labels, list) or len(options) > len(LETTERS):
-        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, or lists called "
-                        "text and label.")
-    if None in options:
-        raise UserError(f"{where}: one of its choices is missing.")
-    right = labels.index(gold) if gold in labels else gold
+    if not isinstance(options, list) or len(options) > len(letters):
+        raise UserError(f"{where}: its choices must be a list of at most {len(letters)}.")
+    right = letters.index(gold) if gold in letters else gold
     if answer and right not in range(len(options)):
         raise UserError(f"{where}: column '{answer}' must name the right one of the {len(options)} choices.")
     return options, right
 
 
-def _is_sentence(gold) -> bool:
-    """Whether no answer in a box could be this one: several words in a row, a full stop, a long text."""
-    text = _final(gold) if isinstance(gold, str) else ""
-    return bool(text) and (len(text) > 100 or re.search(r"([a-zA-Z]{2,} ){3}|[a-z]{2,}\.$", text) is not None)
-
-
-def _final(gold: str) -> str | None:
-    r"""What a solution ends with: its last \boxed{}, or what follows #### (GSM8K); other text as it is."""
-    return extract_answer(gold) if "\\boxed" in gold else gold.rpartition("####")[2].strip()
-
-
 def _gold(value, exact: bool) -> str | None:
-    """The gold answer as text; None, NaN and empty text are no answer. exact: no normal form of it."""
+    r"""The gold answer as text; None, NaN and empty text are no answer. exact: no normal form of it.
+
+    Of a solution what it ends with: its last \boxed{}, or what follows #### (GSM8K)."""
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")
-    values = [_final(v) if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])]
-    values = [v for v in values if v not in (None, "") and v == v]
+    values = []
+    for v in value if isinstance(value, list) else [value]:
+        if isinstance(v, str):
+            v = extract_answer(v) if "\\boxed" in v else v.rpartition("####")[2].strip()
+        if v not in (None, "") and v == v:
+            values.append(v)
     return ", ".join(map(str, values)) or None if exact else normal_gold(values)
 
 
@@ -216,40 +192,30 @@ def _read(name: str) -> tuple[list[dict], str]:
     path = (TOY / TOYS[name]).resolve() if name in TOYS else Path(name).expanduser()
     kind, source = path.suffix.lower(), str(path)
     if kind in FILES and not path.is_file():
-        hint = " (`make smollm2` makes it)" if TOYS.get(name, "").startswith("..") else ""
-        raise UserError(f"there is no file {path}{hint}.")
+        raise UserError(f"there is no file {path}.")
     if kind in (".json", ".jsonl"):
         return _read_json(path), source
-    saved = any((path / made).is_file() for made in ("dataset_info.json", "dataset_dict.json"))
     on_hub = name in BENCHMARKS or "/" in name and name[0] not in "/.~" and not path.exists()
-    if not saved and not on_hub and kind != ".parquet":
+    if not on_hub and kind not in FILES:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        f"owner/name, a local {', '.join(FILES)} file, or a folder that `datasets` saved "
-                        "(save_to_disk); of a csv file, datasets.Dataset.from_csv(FILE).to_json('x.jsonl') "
-                        "makes a jsonl file.")
+                        f"owner/name, or a local {', '.join(FILES)} file.")
     import datasets  # not above: it takes half a second, and the toy does without
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
     try:
         if kind == ".parquet":  # streaming: no copy of it in a cache
             rows = datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             return list(rows), source
-        if saved:
-            return _one_split(datasets.load_from_disk(source)), source
         benchmark, rows = BENCHMARKS.get(name, Benchmark(name)), []
         source = benchmark.hub_id
         for config in benchmark.configs:
-            rows += _one_split(datasets.load_dataset(source, config, split=benchmark.split))
+            data = datasets.load_dataset(source, config, split=benchmark.split)
+            if isinstance(data, dict):  # of a Hub id: the split test, train or whichever is first
+                data = data[next((split for split in ("test", "train") if split in data), next(iter(data)))]
+            rows += data
         return rows, source
     except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
         raise UserError(f"{source} cannot be read (no network, gated, or no such name?): "
                         f"{first_line(error.__cause__ or error)}") from None
-
-
-def _one_split(data) -> list[dict]:
-    """The rows of the split test, train or whichever is first, if there are several."""
-    if isinstance(data, dict):
-        data = data[next((split for split in ("test", "train") if split in data), next(iter(data)))]
-    return list(data)
 
 
 def _read_json(path: Path) -> list[dict]:
@@ -323,21 +289,10 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     system: the instruction is the system turn. suffix: it follows the question (SCRL). plain: no chat
     template, for base models. Else the path of a template (read_template). Raises UserError if the chat
     template fails."""
-    text = _prompt_text(tokenizer, _special_tokens(tokenizer).sub(_parted, question), style)
+    text = _prompt_text(tokenizer, question, style)
     # a chat template brings its own special tokens
     ids = tokenizer.encode(text, add_special_tokens=not uses_chat_template(style))
     return ids if not max_tokens or len(ids) <= max_tokens else []
-
-
-@lru_cache(maxsize=4)
-def _special_tokens(tokenizer) -> re.Pattern:
-    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")  # without any: never matches
-
-
-def _parted(token: re.Match) -> str:
-    """A special token in a question is text, so that no data set can end the user's turn: "< |im_end|>"."""
-    return f"{token[0][0]} {token[0][1:]}"
 
 
 def _prompt_text(tokenizer, question: str, style: str) -> str:

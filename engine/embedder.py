@@ -12,14 +12,6 @@ from transformers.utils import cached_file
 from engine.base import UserError, first_line
 
 
-def embedder_path(name: str) -> str:
-    """Hub id or folder of --embedder; package:NAME is the folder NAME/model/ of a pip package."""
-    if not name.startswith("package:"):
-        return name
-    package = import_module(name.removeprefix("package:"))
-    return str(Path(package.__file__).parent / "model")
-
-
 def count_words(texts: list[str], size: int = 1024) -> torch.Tensor:
     """[n, size] how often each word stands in a text. Its column is a hash, the same in every process."""
     counts = torch.zeros(len(texts), size)
@@ -32,14 +24,17 @@ def count_words(texts: list[str], size: int = 1024) -> torch.Tensor:
 class Embedder:
     """texts -> unit vectors: a list of n tensors [d] on the CPU. --embedder words: of `count_words`.
 
-    Any other is a model, which is on the GPU only while it works. A text longer than its limit loses its
-    beginning. Raises UserError if there is no such model: a run never goes on without embeddings."""
+    Any other is a model, which is on the GPU only while it works: a Hub id, a folder, or package:NAME, the
+    folder NAME/model/ of a pip package. A text longer than its limit loses its beginning. Raises UserError
+    if there is no such model: a run never goes on without embeddings."""
 
     def __init__(self, name: str):
-        self.name, self.model = name, None
+        self.name, self.path, self.model = name, name, None
         try:
+            if name.startswith("package:"):
+                package = import_module(name.removeprefix("package:"))
+                self.path = str(Path(package.__file__).parent / "model")
             if name != "words":
-                self.path = embedder_path(name)
                 cached_file(self.path, "modules.json")  # without it, any language model would be pooled
         except Exception as error:
             raise UserError(f"--embedder is {name!r}, but must be words, or a Hub id, a folder or "
@@ -50,8 +45,6 @@ class Embedder:
         if not texts:
             return []
         vectors = count_words(texts) if self.name == "words" else self._encode(texts)
-        if not vectors.isfinite().all():
-            raise ValueError("embeddings are not finite")
         return list(torch.nn.functional.normalize(vectors.float().cpu(), dim=-1))
 
     def _encode(self, texts: list[str]) -> torch.Tensor:

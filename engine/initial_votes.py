@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from engine.base import gather, sharded, write_atomically
+from engine.base import gather, write_atomically
+from engine.metrics import majority
 
 
 def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
@@ -28,8 +29,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     for start in range(0, len(todo), size):
         part = todo[start:start + size]
         run.say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        counted = sharded(list(zip(part, run.sample(part, args.votes))), count_each)
-        votes |= {problem.id: counts for problem, counts in zip(part, counted)}
+        for problem, responses in zip(part, run.sample(part, args.votes)):
+            votes[problem.id] = count_votes(problem, responses)
         if run.rank == 0:
             records = [dict(key=key, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
@@ -37,16 +38,8 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     return votes
 
 
-def count_each(asked: list[tuple]) -> list[tuple[str | None, int]]:
-    """count_votes of every (prompt, responses)."""
-    return [count_votes(prompt, responses) for prompt, responses in asked]
-
-
 def count_votes(prompt, responses: list) -> tuple[str | None, int]:
     """(majority answer, its votes); (None, 0) without any answer."""
     classes = prompt.classes([r.answer for r in responses])
-    counts = {c: classes.count(c) for c in classes if c is not None}
-    if not counts:
-        return None, 0
-    winner = max(counts, key=counts.get)
-    return responses[classes.index(winner)].answer, counts[winner]
+    winner = majority(classes)
+    return (None, 0) if winner is None else (responses[classes.index(winner)].answer, classes.count(winner))

@@ -48,12 +48,9 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 def grade(problem, responses: list) -> dict:
     """Verdicts of one problem's responses against its gold answer, as plain numbers."""
     classes = problem.classes([r.answer for r in responses])
-    right = {None: False}  # one comparison per class, not per response
-    for c, r in zip(classes, responses):
-        if c not in right:
-            right[c] = problem.is_right(r.answer)
-    return dict(known=problem.answer is not None, correct=[right[c] for c in classes], classes=classes,
-                majority=right[majority(classes)], length=[r.length for r in responses],
+    right = {c for c in set(classes) - {None} if problem.is_right(responses[classes.index(c)].answer)}
+    return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
+                majority=majority(classes) in right, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))

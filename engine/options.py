@@ -87,9 +87,6 @@ def parse_resumed(args_class: type, args, description: str):
     if bad := out_of_range(args_class(**known)):
         raise UserError(f"--resume: {args.out}/run.json is damaged: {bad[0]}")
     args = tyro.cli(args_class, default=args_class(**known), description=description)
-    if run["args"].get("trust_remote_code") and not args.trust_remote_code:
-        print(f"The run in {args.out} was given --trust_remote_code, which is never taken from a folder; "
-              "give it again if you trust this folder and its model.", flush=True)
     for name, value in dataclasses.asdict(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
@@ -106,12 +103,11 @@ def read_run(folder: Path) -> dict:
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(run["script"], str) and isinstance(run["args"], dict) and run["identity"]:
-            return run
-        reason = "it lacks the script, its arguments or its identity"
+        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-    raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on with.")
+        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on "
+                        "with.") from None
 
 
 def script_name() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,28 +31,10 @@ REMEDIES = dict(
     cache="a larger --gpu_memory, --tensor_parallel, fewer --max_new_tokens")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder. q, kv: width of all query heads, of all key (or value) heads."""
-    layers: int
-    hidden: int
-    inner: int
-    q: int
-    kv: int
-    vocabulary: int
-    weights: int
-    """Parameters."""
-    root: int
-    """Those of embeddings and (untied) head, which FSDP gathers together."""
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        return (self.weights - self.root) // self.layers
-
-
-def shape_of(config) -> Shape:
-    """Sizes from a transformers config; the parameters are counted in a model without memory."""
+def shape_of(config) -> SimpleNamespace:
+    """Sizes of a decoder, from its transformers config. q, kv: width of all query heads, of all key (or
+    value) heads. weights: its parameters, counted in a model without memory; root: those of embeddings and
+    (untied) head, which FSDP gathers together; layer: those of one layer."""
     text = config.get_text_config()
     heads, hidden = text.num_attention_heads, text.hidden_size
     head_size = getattr(text, "head_dim", None) or hidden // heads
@@ -59,17 +42,20 @@ def shape_of(config) -> Shape:
     trusted = type(config).__module__.startswith("transformers_modules")  # its code has run already
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
-    return Shape(text.num_hidden_layers, hidden, getattr(text, "intermediate_size", None) or 4 * hidden,
-                 heads * head_size, kv_heads * head_size, text.vocab_size,
-                 weights=sum(p.numel() for p in model.parameters()),
-                 root=text.vocab_size * hidden * (1 if text.tie_word_embeddings else 2))
+    layers, weights = text.num_hidden_layers, sum(p.numel() for p in model.parameters())
+    root = text.vocab_size * hidden * (1 if text.tie_word_embeddings else 2)
+    return SimpleNamespace(layers=layers, hidden=hidden, vocabulary=text.vocab_size,
+                           inner=getattr(text, "intermediate_size", None) or 4 * hidden,
+                           q=heads * head_size, kv=kv_heads * head_size,
+                           weights=weights, root=root, layer=(weights - root) // layers)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a run takes of each of its GPUs, which have `gpu` bytes. args: those of a script."""
+    """Bytes that a run takes of each of its GPUs, which have `gpu` bytes. args: those of a script; shape: see
+    shape_of."""
     args: object
-    shape: Shape
+    shape: SimpleNamespace
     ranks: int
     gpu: float
     micro_tokens: int

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from engine import fast
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, say_once
-from engine.base import write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
 # A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
@@ -30,13 +30,6 @@ class Request:
     n: int
     seed: int
     max_new_tokens: int
-
-    def __post_init__(self):
-        """Raises ValueError if there is no room for a response."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"a prompt of {len(self.prompt_ids)} tokens leaves its response none; together "
-                             "they have at most --max_prompt_tokens + --max_new_tokens, and the limits of "
-                             "run.sample must be 1 or more")
 
 
 @dataclass(eq=False)
@@ -93,28 +86,15 @@ def fill(order: list[int], lengths: list[int], budget: int) -> list[list[int]]:
     return micros
 
 
-def split_until(micros: list[list[int]], lengths: list[int], ranks: int) -> list[list[int]]:
-    """Halve the micro-batch of the largest padded size until every rank has one or none can be halved."""
-    def padded_size(micro: list[int]) -> tuple[bool, int]:
-        return len(micro) > 1, max(lengths[i] for i in micro) * len(micro)
-
-    while len(micros) < ranks and any(len(micro) > 1 for micro in micros):
-        largest = max(micros, key=padded_size)
-        micros.remove(largest)
-        half = len(largest) // 2
-        micros += [largest[:half], largest[half:]]
-    return micros
-
-
-def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
-                       groups: list[int] | None = None) -> list[list[list[int]]]:
+def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
+                       budget: int) -> list[list[list[int]]]:
     """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
 
-    Sorted by group (if given) and length, so that little is padding; padded size within the token budget if
-    one sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP
-    hangs when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
+    Sorted by group and length, so that little is padding; padded size within the token budget if one
+    sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP hangs
+    when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
     def group_and_length(i: int) -> tuple[int, int]:
-        return groups[i] if groups else 0, -lengths[i]
+        return groups[i], -lengths[i]
 
     def total_length(micro: list[int]) -> int:
         return sum(lengths[i] for i in micro)
@@ -122,9 +102,8 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: int,
     if ranks > 1:  # micro-batches filled to the budget would leave the last ranks little to do
         budget = min(budget, max(max(lengths), sum(lengths) // ranks))
     order = sorted(range(len(lengths)), key=group_and_length)
-    micros = split_until(fill(order, lengths, budget), lengths, ranks)
-    if groups:  # ranks wait for each other: those who take turns should have as much to do
-        micros.sort(key=total_length, reverse=True)
+    micros = fill(order, lengths, budget)
+    micros.sort(key=total_length, reverse=True)  # those who take turns should have as much to do
     micros += [[] for _ in range(-len(micros) % ranks)]
     return [micros[rank::ranks] for rank in range(ranks)]
 
@@ -138,9 +117,7 @@ class MicroBatch:
         self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
         masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
         self.mask_T = torch.zeros_like(self.length_T) if filler else self.cat(masks)
-        # scoring needs none; before an update run.minibatches refuses what is no number
-        advantages = [r.advantage if isinstance(r.advantage, (int, float)) else math.nan for r in rollouts]
-        self.advantage_T = self.per_token(advantages)
+        self.advantage_T = self.per_token([r.advantage for r in rollouts])
         self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
 
@@ -172,12 +149,8 @@ def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     return dict(input_ids=torch.tensor(input_ids)), torch.tensor(predict_from)
 
 
-class PlainHead(torch.nn.Module):
+class PlainHead(fast.FastHead):
     """What FastHead computes, the obvious way: the model's own logits, all of them, at every position."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -201,9 +174,7 @@ class Policy:
                  gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
                  max_length: int = 0, trust_remote_code: bool = False, offload: bool = False, loaded=None):
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
-        self.max_length = max_length
         self.rank, self.ranks = rank_and_ranks()
-        self.synced = 0  # bytes sent to the sampler; the log resets them
         self.model = loaded or load_model(model, trust_remote_code)
         if not plain:
             check_head(self.model)
@@ -221,7 +192,6 @@ class Policy:
         """Every decoder layer is one FSDP group; embeddings, norm and (tied) head are the last. Until a group
         is sharded it is the memory-mapped file; only then are the shards cast, so that a rank never holds
         more than its shards in host memory."""
-        layers = decoder_layers(self.model)
         stored = torch.float32 if self.trainable else self.dtype
         if not distributed():
             for parameter in self.parameters():  # a reference's may be those of a policy, see twin
@@ -232,7 +202,7 @@ class Policy:
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                        mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
-        for group in [*layers, self.head]:
+        for group in [*decoder_layers(self.model), self.head]:
             # the reference is mostly idle: its root, too, goes back to shards after the forward pass
             reshard = None if self.trainable or group is not self.head else True
             fully_shard(group, reshard_after_forward=reshard, **options)
@@ -240,8 +210,7 @@ class Policy:
         def cast(tensor):
             return tensor.to(stored) if isinstance(tensor, DTensor) else tensor  # buffers keep their type
 
-        if any(parameter.dtype != stored for parameter in self.parameters()):
-            self.head._apply(cast)  # FSDP takes note of it
+        self.head._apply(cast)  # FSDP takes note of it
 
     def parameters(self):
         return self.model.parameters()
@@ -263,7 +232,7 @@ class Policy:
         order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
         # packed: one prompt's responses stay together
         prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]
-        for indices in plan_micro_batches(lengths, self.ranks, self.micro_tokens, prompts)[self.rank]:
+        for indices in plan_micro_batches(lengths, prompts, self.ranks, self.micro_tokens)[self.rank]:
             if indices:
                 yield MicroBatch([rollouts[i] for i in indices], indices, self.device)
             else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero
@@ -285,12 +254,7 @@ class Policy:
         """(log-probs, entropies in nats, statistics ...) of every rollout, [T] each; the ranks share them.
 
         A statistic is a function: of log-probs of the whole vocabulary [rows, V], a chunk of rows at a time,
-        it makes numbers [rows]. Raises ValueError if prompt and response have more tokens than the run plans
-        for."""
-        longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
-        if longest > self.max_length > 0:
-            raise ValueError(f"a prompt with its response has {longest} tokens, but the run plans for at "
-                             f"most {self.max_length}; raise --max_prompt_tokens or --max_new_tokens")
+        it makes numbers [rows]."""
         mine = {}
         for micro in self.micro_batches(rollouts):
             columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, statistics)]
@@ -298,9 +262,7 @@ class Policy:
                 mine[i] = values
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
-        values_of = {}
-        for part in gather(mine):
-            values_of |= part
+        values_of = ChainMap(*gather(mine))
         return [tuple(values_of[i]) for i in range(len(rollouts))]
 
     def clip_grad_norm(self, largest: float) -> float:
@@ -314,7 +276,6 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             tensor = parameter.detach().to(self.device, dtype)
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.synced += tensor.nbytes
             yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:
@@ -357,9 +318,6 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
         raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
                         f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
                         "random.")
-    if unused := sorted(info["unexpected_keys"]):
-        say_once(f"Warning: {path} holds {len(unused)} weights that have no place in a model of its config, "
-                 f"among them {', '.join(unused[:3])}; they are left out.")
     return model
 
 

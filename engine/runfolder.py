@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 from engine import checkpoint
-from engine.base import UserError, gather, same_on_all_ranks, seed_of, write_atomically
+from engine.base import UserError, gather, same_on_all_ranks, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import describe
+
+HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 
 
 class RunFolder:
@@ -54,8 +56,8 @@ class RunFolder:
         """Lock the folder and look at the run in it, before anything slow. Returns what is wrong."""
         out = self.path
         ours = (out / "run.json").exists()
-        if self.args.resume and not ours:
-            return f"--resume: there is no run in '{out}' to go on with."
+        if self.args.resume:
+            run = read_run(out)
         if ours and not self.args.resume:
             return f"--out is '{out}', which already holds a run; give another folder, or --resume to go on."
         if not ours and out.is_dir() and set(os.listdir(out)) - {"lock"}:
@@ -75,7 +77,6 @@ class RunFolder:
                 raise
         self.record = describe(self.args, ranks, device)
         if self.args.resume:
-            run = read_run(out)
             self.before = run["identity"]
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
         script = Path(sys.argv[0])
@@ -131,30 +132,12 @@ class RunFolder:
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         if step:
-            self.bar.set_postfix_str(self._headline(metrics))
+            self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
             self.bar.update(1)
 
-    def _headline(self, metrics: dict[str, float]) -> str:
-        shown = dict(reward="reward", majority="majority_ratio", entropy="entropy", length="length")
-        shown["pass@1"] = "batch_pass@1"
-        parts = [f"{title} {metrics[name]:.3g}" for title, name in shown.items() if name in metrics]
-        evaluated = evaluations(self.history)
-        if evaluated:
-            first = next((v for k, v in evaluated[-1].items() if k.endswith("/pass@1")), math.nan)
-            parts.append(f"eval {first:.3g}")
-        return " ".join(parts)
-
     def log_samples(self, step: int, groups: list[dict]) -> None:
-        """The votes of two of a step's prompts, a line of samples.jsonl each: of a fixed one, the same
-        whenever it comes up, so that its vote can be followed over the epochs, and of a random one."""
-        def rank_of(group: dict) -> int:
-            return seed_of("watch", group["prompt"].question)
-
-        def draw_of(group: dict) -> int:
-            return seed_of("watch", self.args.seed, step, group["prompt"].question)
-
-        ranked = sorted(groups, key=rank_of)
-        for group in ranked[:1] + sorted(ranked[1:], key=draw_of)[:1]:
+        """The votes of a step's first two prompts (the data is shuffled), a line of samples.jsonl each."""
+        for group in groups[:2]:
             self.append("samples.jsonl", sample_record(step, group))
 
     def append(self, name: str, record: dict) -> None:
@@ -173,13 +156,12 @@ class RunFolder:
             self.bar.write(f"Warning: {text}")
 
     def finish(self) -> None:
-        """A table of the evaluations before and after, where the time went, and what to open next."""
+        """A table of the evaluations before and after, and what to open next."""
         if self.rank:
             return
         self.bar.close()
         self.board.close()
         print(evaluation_table(self.history))
-        print(time_table(self.history))
         print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
               f"Votes step by step: python -m tools.report {self.path}", flush=True)
 
@@ -198,14 +180,9 @@ def read_jsonl(path: Path) -> list[dict]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def evaluations(history: list[dict]) -> list[dict]:
-    """The lines that hold an evaluation, in order."""
-    return [line for line in history if "eval/" in " ".join(line)]
-
-
 def evaluation_table(history: list[dict]) -> str:
     """The first and the last evaluation side by side; empty without one."""
-    evaluated = evaluations(history)
+    evaluated = [line for line in history if "eval/" in " ".join(line)]
     if not evaluated:
         return ""
     before, after = evaluated[0], evaluated[-1]
@@ -214,21 +191,6 @@ def evaluation_table(history: list[dict]) -> str:
         if name.startswith("eval/") and not name.endswith("stderr"):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
     return "\n".join(lines)
-
-
-def time_table(history: list[dict]) -> str:
-    """Seconds by phase over the whole run, as shares; empty without steps."""
-    spent: dict[str, float] = {}
-    for line in history:
-        for name, value in line.items():
-            if name.startswith("seconds/"):
-                spent[name[8:]] = spent.get(name[8:], 0.0) + value
-    whole = spent.pop("step", 0.0)
-    if not whole:
-        return ""
-    spent["other"] = whole - sum(spent.values())
-    parts = [f"{name} {seconds:.0f} s ({seconds / whole:.0%})" for name, seconds in spent.items()]
-    return f"\nTime: {', '.join(parts)} of {whole:.0f} s"
 
 
 def sample_record(step: int, group: dict) -> dict:

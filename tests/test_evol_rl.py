@@ -198,13 +198,6 @@ def test_wrong_embedder(name, monkeypatch):
     assert str(error.value).startswith(f"--embedder is {name!r}, but {rule}")
 
 
-def test_a_run_goes_on_without_embeddings(monkeypatch):
-    embedder = Embedder(TOY_EMBEDDER)
-    monkeypatch.setattr(embedder, "_encode", lambda texts: torch.full((len(texts), 2), math.nan))
-    with pytest.raises(ValueError, match="embeddings are not finite"):
-        embedder(["text"])
-
-
 # ---------------------------------------------------- runs -----------------------------------------------
 TINY = dict(steps=1, max_new_tokens=64, train_samples=4)
 

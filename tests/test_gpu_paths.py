@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import util
 from unittest import mock
 
 import pytest
@@ -76,7 +75,6 @@ def test_scoring_leaves_no_gathered_weights():
         original = AutoModelForCausalLM.from_pretrained(common.TOY_MODEL, dtype=torch.float32).state_dict()
         sent = dict(policy.named_tensors(torch.float32))
         assert sent and all(torch.equal(tensor, original[name]) for name, tensor in sent.items())
-        assert policy.synced == 4 * 355_584
 
 
 def test_the_final_model_has_the_compute_type(tmp_path):
@@ -98,16 +96,6 @@ def test_offload_needs_a_gpu(tmp_path):
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
-def test_a_broken_vllm_is_never_replaced_without_a_word(monkeypatch):
-    """A null in sys.modules makes an import fail."""
-    monkeypatch.setattr(util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="vLLM is installed, but does not import here .* --sampler hf"):
-        setup.has_vllm()
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
-    assert setup.has_vllm() is False
-
-
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

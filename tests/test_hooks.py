@@ -263,10 +263,6 @@ def test_a_stop_text_ends_no_response(tmp_path):
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------
-def longer(asked):
-    return dataclasses.replace(asked, prompt_ids=asked.prompt_ids * 20)
-
-
 build, sample, end_step = common.Run, common.Run.sample, common.Run.end_step
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
@@ -282,12 +278,8 @@ WRONG = [  # what a fork replaces, by what, and the sentence
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
      "classes must be a list of 4, a whole number or None"),
     (ttrl, "majority", lambda classes: "42", "label must be the class taken as right"),
-    (common.Run, "sample", lambda run, prompts, n: sample(run, [longer(prompts[0])], n),
-     r"a prompt of \d+ tokens leaves its response none"),
     (common.Run, "sample", lambda run, prompts, n: sample(run, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
-    (common.Run, "minibatches", lambda run, train: run.policy.score([longer(train[0])], 1.0),
-     r"has \d+ tokens, but the run plans for at most \d+"),
     (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(mine=torch.ones(1))),
      r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
     (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(reward=5.0)),

@@ -20,7 +20,7 @@ from common import Problem, Rollout
 from engine import setup
 from engine.metrics import (
     by_majority, counts, grade, group_metrics, maj_at_k, majority, pass_at_k, step_metrics, summary)
-from engine.runfolder import RunFolder, sample_record
+from engine.runfolder import sample_record
 
 
 def rollout(answer, length=1, finished=True, text=None, advantage=0.0):
@@ -312,35 +312,6 @@ def test_a_sample_record_by_hand():
     assert record["negatives"] == []
     whole = sample_record(4, group({}, negatives={2, 1}))
     assert whole["negatives"] == [1, 2] and not whole["cut"]
-
-
-def sample_folder(path, seed=1):
-    """What of a run's folder writes samples.jsonl."""
-    folder = object.__new__(RunFolder)
-    folder.path, folder.rank, folder.args = path, 0, SimpleNamespace(seed=seed)
-    return folder
-
-
-def test_a_fixed_and_a_random_prompt_of_a_step_are_logged(tmp_path):
-    def asked(folder, steps):
-        for step in steps:
-            folder.log_samples(step, groups)
-        return [record["problem"] for record in read_lines(folder.path / "samples.jsonl")]
-
-    groups = []
-    for i in range(6):
-        groups.append(group({}))
-        groups[i]["prompt"] = Problem(f"p{i}", "5")
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    one = asked(sample_folder(tmp_path / "a"), range(20))
-    other = asked(sample_folder(tmp_path / "b", 2), range(20))
-    assert len(one) == 40 and len(set(one[::2])) == 1 and one[0] not in one[1::2]
-    assert len(set(one[1::2])) == 5 and one[::2] == other[::2] and one != other
-    # a resumed run draws the same
-    assert asked(sample_folder(tmp_path / "c"), [7]) == one[14:16]
-    groups[1:] = []
-    assert asked(sample_folder(tmp_path / "c"), [8]) == [*one[14:16], "p0"]
 
 
 def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):

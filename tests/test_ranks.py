@@ -283,10 +283,10 @@ def test_two_nodes(tmp_path):
 
 
 def test_bad_input_is_said_once_by_all_ranks(tmp_path):
-    flags = [*FLAGS, "--prompts_per_batch", "1", "--out", str(tmp_path / "run")]
+    flags = [*FLAGS, "--votes", "0", "--out", str(tmp_path / "run")]
     done = ended(torchrun(2, str(ROOT / "ttrl.py"), *flags))
     assert done.code != 0
-    assert done.errors.count("--prompts_per_batch is 1, but must be at least the ranks, 2.") == 1
+    assert done.errors.count("--votes is 0, but the input should be greater than or equal to 1.") == 1
     assert not (tmp_path / "run").exists()
 
 

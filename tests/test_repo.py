@@ -18,7 +18,7 @@ from engine.options import parse
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=3150, tools=1000, tests=9300)
+MOST_LINES = dict(engine=2920, tools=1000, tests=9300)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -254,8 +254,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", "--prompt sytem", "--prompt is 'sytem', but must be system, suffix, plain or a template file"),
     # models, folders
     ("ttrl", "--model nowhere", "--model is 'nowhere', but must be a Hub id or a folder with a model "),
-    ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model and "
-     "its tokenizer: no such folder."),
+    ("ttrl", "--model ./nowhere", "--model is './nowhere', but must be a Hub id or a folder with a model "),
     ("ttrl", "--max_new_tokens 9000", "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", "--embedder nowhere", "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", "--out /proc/run", "--out is '/proc/run', "),

@@ -420,7 +420,7 @@ def test_resume_without_a_folder_or_a_run_in_it_is_refused(tmp_path, monkeypatch
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="run.json cannot be read, it does not exist; there is no run"):
             parse(monkeypatch, "ttrl", "--resume", "--out", folder)
-    with pytest.raises(UserError, match="--resume: there is no run in"):  # a fork that calls main itself
+    with pytest.raises(UserError, match="there is no run to go on with"):  # a fork that calls main itself
         run_toy(ttrl, tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -128,20 +128,12 @@ def test_shares_of_engines(tmp_path):
     (1, dict(tensor_parallel=2), "--tensor_parallel is 2, but must divide the number of ranks, 1."),
     (8, dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8."),
     (8, dict(tensor_parallel=0), "--tensor_parallel is 0, but the input should be greater"),
-    (8, dict(prompts_per_batch=4), "--prompts_per_batch is 4, but must be at least the ranks, 8."),
-    (8, dict(prompts_per_batch=3, tensor_parallel=2),
-     "--prompts_per_batch is 3, but must be at least the engines (ranks / tensor_parallel), 4."),
     (2, dict(tensor_parallel=2, sampler="hf"), ONLY_VLLM),
 ])
 def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     [error] = ttrl.Args(**{"sampler": "vllm", **values}).errors()
     assert error.startswith(sentence)
-
-
-def test_as_many_prompts_as_engines_are_enough(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert ttrl.Args(sampler="vllm", tensor_parallel=4, prompts_per_batch=2).errors() == []
 
 
 def test_a_model_that_does_not_split_is_loaded(tmp_path, monkeypatch):

@@ -3,9 +3,8 @@ Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, an
 0.35M parameters that solves them step by step, often enough wrongly for reinforcement learning to have
 something to do.
 
-    python toy/make_toy.py --out toy              # make it all, then measure it (minutes on a CPU, seeded)
-    python toy/make_toy.py --out toy --measure    # only measure the model that is there
-    python toy/make_toy.py --unselected           # only write the four unselected sets (a second)
+    python toy/make_toy.py --out toy             # minutes on a CPU, seeded
+    python toy/make_toy.py --unselected          # only write the four unselected sets (a second)
 
 A base model that is worth training without labels has to fail in two ways, and this one does:
   - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
@@ -20,13 +19,12 @@ import math
 import os
 import random
 import re
-import time
 from collections import Counter
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 NAMES = "Tom Ann Ben Mia Sam Eva Leo Zoe Max Amy Dan Lily Jack Nora Omar Ivy".split()
 OBJECTS = ("apples pens books coins cards eggs shells stamps marbles toys nuts cakes beads keys plums "
@@ -237,25 +235,25 @@ def chat_row(rng, tok, misread, held_out):
     return prompt + reply, [1] * (len(prompt) + len(reply))
 
 
-def pretrain(model, tok, args, held_out):
-    rng = random.Random(args.seed)
+def pretrain(model, tok, seed, steps, held_out, batch=32, peak=2.5e-3):
+    "peak: AdamW's largest learning rate (embeddings, norms); Muon takes three times that"
+    rng = random.Random(seed)
     # Muon for the weight matrices reaches the same loss in 2/3 of the steps that AdamW needs at this size
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
-    t0, running = time.time(), Counter()
-    for step in range(args.steps):
-        done = step / args.steps
-        lr = args.lr * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+    for step in range(steps):
+        done = step / steps
+        lr = peak * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
         adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = lr, 3 * lr
         # Drills run from start to end, 60% of the batches falling to 8%: before the stories they would be
         # forgotten. Misconceptions come only in the second half: from the start, the model would not learn
         # to add.
         if rng.random() < 0.6 - 0.52 * done:
-            kind, rows = "drill", [drill_row(rng, tok) for _ in range(args.batch)]
+            rows = [drill_row(rng, tok) for _ in range(batch)]
         else:
-            kind, rows = "chat", [chat_row(rng, tok, done > 0.5, held_out) for _ in range(args.batch)]
+            rows = [chat_row(rng, tok, done > 0.5, held_out) for _ in range(batch)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([r + [tok.pad_token_id] * (width - len(r)) for r, _ in rows])
         weights = torch.tensor([w + [0] * (width - len(w)) for _, w in rows])[:, 1:].float()
@@ -267,16 +265,14 @@ def pretrain(model, tok, args, held_out):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         muon.step()
-        running[kind] = loss.item() if kind not in running else 0.98 * running[kind] + 0.02 * loss.item()
-        if step % 250 == 0 or step == args.steps - 1:
-            print(f"step {step:5d}  drill {running['drill']:.3f}  chat {running['chat']:.3f}  "
-                  f"{time.time() - t0:4.0f} s", flush=True)
+        if step % 250 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
 
-# -------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------ selecting
 @torch.no_grad()
 def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
-    """n replies at T=1 for every prompt -> list of lists of (text, tokens, mean token entropy), in order.
+    """n replies at T=1 for every prompt -> list of lists of texts, in order.
     A prompt is read once for its n samples, replies that have ended leave the batch; generate() is slower."""
     replies, ids = [[] for _ in prompts], [prompt_ids(tok, p) for p in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))      # alike lengths together: less padding
@@ -290,13 +286,11 @@ def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
         cache.batch_repeat_interleave(n)
         mask = mask.repeat_interleave(n, 0)
         row = torch.arange(len(mask))                   # which reply each row of the shrinking batch is
-        tokens, entropy = [[] for _ in row], [0.0] * len(row)
+        tokens = [[] for _ in row]
         for _ in range(max_new_tokens):
-            logp = logits.log_softmax(-1)
-            next_id, h = logp.exp().multinomial(1), -(logp.exp() * logp).sum(-1)
-            for r, token, h_r in zip(row.tolist(), next_id[:, 0].tolist(), h.tolist()):
+            next_id = logits.log_softmax(-1).exp().multinomial(1)
+            for r, token in zip(row.tolist(), next_id[:, 0].tolist()):
                 tokens[r].append(token)
-                entropy[r] += h_r
             keep = (next_id[:, 0] != tok.eos_token_id).nonzero()[:, 0]
             if len(keep) == 0:
                 break
@@ -307,56 +301,16 @@ def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
             logits = model(next_id, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
                            past_key_values=cache, use_cache=True).logits[:, -1]
         for r, text in enumerate(tok.batch_decode(tokens, skip_special_tokens=True)):
-            replies[part[r // n]].append((text, len(tokens[r]), entropy[r] / len(tokens[r])))
+            replies[part[r // n]].append(text)
     return replies
 
 
-def boxed(text):
-    found = re.findall(r"\\boxed\{(\d+)\}", text)
-    return int(found[-1]) if found else None
-
-
 def verdict(replies, answer):
-    "-> pass@1, majority answer right?, share of votes of the majority, right answer seen at all?"
-    answers = [boxed(t) for t, *_ in replies]
-    votes = Counter(b for b in answers if b is not None)
+    "-> pass@1, majority answer right?, share of votes of the majority"
+    boxes = [re.findall(r"\\boxed\{(\d+)\}", text) for text in replies]
+    votes = Counter(int(found[-1]) for found in boxes if found)
     top, count = votes.most_common(1)[0] if votes else (None, 0)
-    return votes[answer] / len(replies), top == answer, count / len(replies), votes[answer] > 0
-
-
-def measure(model, tok, name, problems, n=64):
-    replies = sample(model, tok, [p["problem"] for p in problems], n)
-    pass1, right, share, seen = zip(*[verdict(r, int(p["answer"])) for r, p in zip(replies, problems)])
-    every = [(*r, boxed(r[0]) == int(p["answer"])) for rs, p in zip(replies, problems) for r in rs]
-    distinct = []
-    for rs in replies:
-        distinct.append(len({t for t, *_ in rs}) / n)
-
-    def mean(xs):
-        return sum(xs) / max(1, len(xs))
-
-    figures = {
-        "pass@1": mean(pass1), f"maj@{n}": mean(right), f"pass@{n}": mean(seen),
-        "wrong majority strong": mean([not r and s > 0.375 for r, s in zip(right, share)]),
-        "weak": mean([not r and s <= 0.375 for r, s in zip(right, share)]),
-        "entropy": mean([h for _, _, h, _ in every]), "(right": mean([h for _, _, h, ok in every if ok]),
-        "wrong)": mean([h for _, _, h, ok in every if not ok]),
-        "distinct": mean(distinct),
-        "boxed": mean([boxed(t) is not None for t, *_ in every]),
-        "tokens": mean([length for _, length, *_ in every]), "max": max(length for _, length, *_ in every)}
-    print(f"{name:5s} " + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
-
-
-def measure_writing(model, tok, n=256):
-    "what comes back to 'Write a problem.', and how much the model agrees with itself on it"
-    written = sample(model, tok, [WRITE], n)[0]
-    found = [re.fullmatch(r"Question:\s*(.+?)\s*Solution:\s*", t, re.S) for t, *_ in written]
-    questions = [m.group(1) for m in found if m]
-    shares = [verdict(r, None)[2] for r in sample(model, tok, questions[:64], 32)]
-    print(f"write parsable {len(questions) / n:.3f}  "
-          f"distinct {len(set(questions)) / max(1, len(questions)):.3f}  "
-          f"majority ratio of its own answers {sum(shares) / max(1, len(shares)):.3f}\n"
-          f"      e.g. {questions[:3]}")
+    return votes[answer] / len(replies), top == answer, count / len(replies)
 
 
 def select(model, tok, pool, n=128):
@@ -366,7 +320,7 @@ def select(model, tok, pool, n=128):
     chance."""
     groups = dict(strong=[], weak=[], right=[])
     for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool], 64)):
-        pass1, right, share, _ = verdict(replies, int(problem["answer"]))
+        pass1, right, share = verdict(replies, int(problem["answer"]))
         if pass1 >= 2 / 64:
             groups["right" if right else "strong" if share > 0.375 else "weak"].append(problem)
     print(f"of {len(pool)} problems:", {kind: len(group) for kind, group in groups.items()})
@@ -396,56 +350,35 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", default="toy")
     ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--steps", type=int, default=2400)
-    ap.add_argument("--batch", type=int, default=32)
-    ap.add_argument("--lr", type=float, default=2.5e-3,
-                    help="AdamW's (embeddings, norms); Muon takes three times that")
-    ap.add_argument("--vocab", type=int, default=620)
-    ap.add_argument("--pool", type=int, default=600, help="problems to choose train and test from")
-    ap.add_argument("--measure", action="store_true", help="only measure what is in --out")
+    ap.add_argument("--steps", type=int, default=2400, help="of pretraining")
     ap.add_argument("--unselected", action="store_true", help="only write plain, hard, slips and traps")
     args = ap.parse_args()
-    t0 = time.time()
-    torch.manual_seed(args.seed)
-
-    def path(name):
-        return os.path.join(args.out, name)
-
     if args.unselected:
         for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
-            with open(path(f"{kind}.jsonl"), "w") as f:
+            with open(os.path.join(args.out, f"{kind}.jsonl"), "w") as f:
                 f.writelines(json.dumps(p) + "\n" for p in unselected(kind, n, 1))
         return
-    if not args.measure:
-        os.makedirs(args.out, exist_ok=True)
-        tok = make_tokenizer(args.out, args.vocab)
-        rng, pool, ood = random.Random(f"problems {args.seed}"), {}, {}
-        for found, n_ops, count in ((pool, [2, 3], args.pool), (ood, [4], 64)):     # ood: a step longer
-            while len(found) < count:
-                p = make_problem(rng, rng.choice(n_ops))
-                found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
-        # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
-        config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
-                             num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=512,
-                             tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
-                             eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
-        model = Qwen2ForCausalLM(config)
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tok)} tokens")
-        pretrain(model, tok, args, held_out={*pool, *ood})
-        model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id,
-                                                   pad_token_id=tok.pad_token_id)
-        model.save_pretrained(args.out)
-        model.eval()
-        train, test = select(model, tok, list(pool.values()))
-        for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
-            with open(path(f"{name}.jsonl"), "w") as f:
-                f.writelines(json.dumps(p) + "\n" for p in problems)
-        print(f"made in {(time.time() - t0) / 60:.1f} minutes")
-    tok = AutoTokenizer.from_pretrained(args.out)
-    model = AutoModelForCausalLM.from_pretrained(args.out).eval()
-    for name in ("train", "test", "ood"):
-        measure(model, tok, name, [json.loads(line) for line in open(path(f"{name}.jsonl"))])
-    measure_writing(model, tok)
+    torch.manual_seed(args.seed)
+    os.makedirs(args.out, exist_ok=True)
+    tok = make_tokenizer(args.out, vocab_size=620)
+    rng, pool, ood = random.Random(f"problems {args.seed}"), {}, {}
+    for found, n_ops, count in ((pool, [2, 3], 600), (ood, [4], 64)):     # ood: a step longer
+        while len(found) < count:
+            p = make_problem(rng, rng.choice(n_ops))
+            found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
+    # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
+    config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+                         num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=512,
+                         tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
+                         eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    model = Qwen2ForCausalLM(config)
+    pretrain(model, tok, args.seed, args.steps, held_out={*pool, *ood})
+    model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    model.save_pretrained(args.out)
+    train, test = select(model.eval(), tok, list(pool.values()))
+    for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
+        with open(os.path.join(args.out, f"{name}.jsonl"), "w") as f:
+            f.writelines(json.dumps(p) + "\n" for p in problems)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority
 NOT_DRAWN = """step loss kl clip_fraction grad_norm lr skipped_updates logp_diff_max logp_diff_mean truncated
     answered batch_pass@1 entropy_right entropy_wrong zero_variance positive_advantage reward_accuracy
     negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
-    question_length peak_memory_gib""".split()
+    question_length prompt_weight peak_memory_gib""".split()
 GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
     "gold": ("#000000", "-"),

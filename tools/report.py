@@ -48,21 +48,6 @@ def vote_of(record: dict) -> dict:
     return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=shown)
 
 
-def sharpening(lines: list[dict]) -> dict[str, dict]:
-    """{benchmark: {first, last, points}} of the lines of evaluations.jsonl, if there are two evaluations.
-
-    points: [share of right answers at the first step, at the last, whether the first's majority is right,
-    number of such problems]."""
-    found = {}
-    for name in dict.fromkeys(line["benchmark"] for line in lines):
-        first, *_, last = [line for line in lines if line["benchmark"] == name] * 2
-        points = Counter(zip(first["right"], last["right"], first["majority"]))
-        if first["step"] < last["step"] and points:
-            found[name] = dict(first=first["step"], last=last["step"],
-                               points=[[*point, count] for point, count in points.items()])
-    return found
-
-
 def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
@@ -86,9 +71,8 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
         elif line["step"] in shown:
             others.append(line)
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
-    method = "gold" if args.get("labels") == "gold" else about.get("script", "")
-    return dict(name=folder.resolve().name, method=method, about=", ".join(options), votes=votes, kept=kept,
-                others=others, sharpening=sharpening(read_jsonl(folder / "evaluations.jsonl")))
+    return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
+                votes=votes, kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
 def page_data(folders: list[Path]) -> dict:
@@ -108,8 +92,9 @@ def page_data(folders: list[Path]) -> dict:
 
 def write_report(folders: list[Path], out: Path) -> None:
     """Write the page of these runs. Raises UserError if one is no run, OSError if `out` cannot be written."""
-    data = json.dumps(page_data(folders)).replace("<", "\\u003c")  # in a script only "<" could end the data
-    out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", data), encoding="utf-8")
+    data = json.dumps(page_data(folders), ensure_ascii=False)
+    page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", data.replace("<", "\\u003c"))
+    out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
 
 
 def main() -> None:

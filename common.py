@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -336,6 +337,7 @@ class Run:
         self.say(f"{self.model_path}: {self.engine} sampler, {str(self.dtype)[6:]} compute, "
                  f"{self.world_size} rank(s) on {self.device.type}, stop ids {self.stop_ids}")
         self.first_step, self.stop_signal, self.bad_steps, self.told = 1, 0, 0, False
+        self.evaluation_seconds = 0.0  # the last one's
         self.begin_step(0)
         self.policy = self.reference = None
         if train:
@@ -383,6 +385,10 @@ class Run:
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
+        args = self.args
+        self.say(f"Steps {self.first_step} to {self.total_steps} have {args.prompts_per_batch} prompts each, "
+                 f"with {args.responses_per_prompt()} responses, of which {args.train_samples} are trained; "
+                 "how long they take is printed after the first of them.")
         if self.first_step == 1 and self.benchmarks and self.args.eval_start:
             self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())
@@ -423,7 +429,7 @@ class Run:
         metrics = self._metrics()
         if self.rank == 0:
             self.folder.log_samples(self.step, self.groups)
-        if self.benchmarks and (last or args.eval_every and self.step % args.eval_every == 0):
+        if self.is_evaluated(self.step):
             self.phase("evaluate")
             metrics |= self.evaluate()
             self.sampler.sleep()  # beside its KV cache saving and the next sync may not fit
@@ -439,6 +445,8 @@ class Run:
             if name in metrics:
                 raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
         self.folder.log(self.step, metrics | extra)
+        if self.step == self.first_step and not last:
+            self.say_how_long(metrics["seconds/step"] - self.seconds.get("evaluate", 0.0))
         stop = max(gather(self.stop_signal))
         if stop or args.checkpoint_every and (last or self.step % args.checkpoint_every == 0):
             checkpoint.save(self.out, self.step, self.policy, self.optimizer, args.keep, self.state)
@@ -446,6 +454,19 @@ class Run:
             self.say(f"\nStopped after step {self.step} by {signal.Signals(stop).name}; go on with "
                      f"--resume --out {self.out}")
             sys.exit(128 + stop)
+
+    def is_evaluated(self, step: int) -> bool:
+        due = step == self.total_steps or self.args.eval_every and step % self.args.eval_every == 0
+        return bool(self.benchmarks and due)
+
+    def say_how_long(self, seconds: float) -> None:
+        """Print what is left, at the pace of the first step and of the last evaluation so far."""
+        steps = range(self.step + 1, self.total_steps + 1)
+        evaluations = sum(map(self.is_evaluated, steps))
+        text = f"A step takes {seconds:.1f} s: {duration(len(steps) * seconds)} for the {len(steps)} left"
+        if evaluations and self.evaluation_seconds:
+            text += f", and {duration(evaluations * self.evaluation_seconds)} for {evaluations} evaluations"
+        self.folder.write(text + ".")
 
     def finish(self) -> None:
         """The final model, the first and last evaluation side by side, where the time went."""
@@ -658,7 +679,7 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
     def evaluate(self) -> dict[str, float]:
         """All benchmarks with the current policy: {"eval/NAME/pass@1": ...}."""
-        metrics = {}
+        metrics, began = {}, time.monotonic()
         self.sampler.load(self.policy.named_tensors(self.dtype))
         for name, problems in self.benchmarks.items():
             graded = self.evaluate_benchmark(name, problems)
@@ -673,14 +694,16 @@ class Run:
                 row = summary([verdicts for verdicts, _ in graded])
                 metrics[f"eval/{name}/greedy"] = row.get("pass@1", math.nan)
         rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
+        self.evaluation_seconds = time.monotonic() - began
+        self.folder.after_evaluation(self.evaluation_seconds)
         return metrics | ({"eval/mean/pass@1": mean(rates)} if len(rates) > 1 else {})
 
-    def evaluate_benchmark(self, name: str, problems: list[Problem], progress: bool = False,
+    def evaluate_benchmark(self, name: str, problems: list[Problem],
                            greedy: bool = False) -> list[tuple[dict, list[Rollout]]]:
         """(verdicts, responses) of every problem, in order, on all ranks; each samples and grades a share.
 
         An overlong problem has no prompt: its responses are empty, so they count as wrong."""
-        from tqdm import trange
+        from tqdm import tqdm
         args = self.args
         temperature = 0.0 if greedy else args.eval_temperature
         samples = args.eval_samples if temperature else 1
@@ -688,8 +711,9 @@ class Run:
         generate = partial(self.own_generate, self) if self.own_generate else self.generate
 
         def sample_and_grade(mine: list[Problem]) -> list[tuple[dict, list[Rollout]]]:
-            graded = []
-            for start in trange(0, len(mine), size, desc=name, disable=not progress or self.rank != 0):
+            graded, bar = [], tqdm(total=len(mine), desc=f"evaluating {name}", leave=False,
+                                   disable=self.rank != 0)
+            for start in range(0, len(mine), size):
                 todo = mine[start:start + size]
                 work = []
                 for p in todo:
@@ -701,9 +725,15 @@ class Run:
                     empty = [Rollout([], [], torch.zeros(0), False) for _ in range(samples)]
                     group = next(sampled) if p.prompt_ids else empty
                     graded.append((grade(p, group), group))
+                bar.update(len(todo))
+            bar.close()
             return graded
 
         return sharded(problems, sample_and_grade, args.tensor_parallel)
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))  # 0:02:30
 
 
 def check_batch(train: list[Rollout]) -> None:

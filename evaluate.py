@@ -129,7 +129,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if is_checkpoint(args.model):
         run.sampler.load(weights_in(args.model, run.device, run.dtype))
     for name, problems in run.benchmarks.items():
-        graded = run.evaluate_benchmark(name, problems, progress=True)
+        graded = run.evaluate_benchmark(name, problems)
         verdicts = [g for g, _ in graded]
         results[name], majorities[name] = summary(verdicts), by_majority(verdicts)
         if few := run.few_answers([response for _, group in graded for response in group]):

@@ -261,7 +261,7 @@ def main(args: Args) -> None:
             run.log_update(grad_norm)
 
         # 7. Log, evaluate, save a checkpoint.
-        run.end_step()
+        run.end_step(dict(prompt_weight=sum(r.weight for r in train) / len(train)))  # u, the mean
     run.finish()
 
 

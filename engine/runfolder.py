@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from engine import checkpoint
@@ -26,6 +27,7 @@ class RunFolder:
     def __init__(self, args, rank: int, ranks: int, device, identity: dict):
         """identity: setup.identity's. Raises UserError if the folder cannot be used."""
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
+        self.numbers = {}  # of the problems, in the order in which votes.jsonl names them
         self.identity, self.before, self.record = {}, {}, {}
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
@@ -107,6 +109,9 @@ class RunFolder:
         self.history += self._keep_lines("metrics.jsonl", first_step)
         self._keep_lines("samples.jsonl", first_step)
         self._keep_lines("evaluations.jsonl", first_step)
+        for line in self._keep_lines("votes.jsonl", first_step):
+            if "question" in line:
+                self.numbers[line["question"]] = line["problem"]
         if self.args.wandb:
             import wandb
             wandb.init(project="label-free-rl", name=self.path.name, id=self.path.name, resume="allow",
@@ -136,10 +141,21 @@ class RunFolder:
             self.bar.update(1)
 
     def log_samples(self, step: int, groups: list[dict]) -> None:
-        """The votes of two of a step's prompts, a line of samples.jsonl each: those of the same problems
-        whenever they come up, so that a vote can be followed over the epochs."""
+        """A line of votes.jsonl for each of a step's prompts, with its text when it is the first of it, and of
+        two the whole vote in samples.jsonl: of the same problems whenever they come up."""
+        for group in groups:
+            question, number = group["prompt"].question, len(self.numbers)
+            text = {} if question in self.numbers else dict(question=question, answer=group["prompt"].answer)
+            number = self.numbers.setdefault(question, number)
+            self.append("votes.jsonl", dict(step=step, problem=number, **vote_record(group), **text))
         for group in sorted(groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
             self.append("samples.jsonl", sample_record(step, group))
+
+    def after_evaluation(self, seconds: float) -> None:
+        """Take these seconds out of the progress bar's clock: its time left is that of training steps."""
+        if self.bar:
+            self.bar.start_t += seconds
+            self.bar.last_print_t += seconds
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
@@ -152,9 +168,13 @@ class RunFolder:
             raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
                             f"checkpoint is {checkpoint.newest(self.path)}.") from None
 
-    def warn(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Print a line above the progress bar."""
         if self.rank == 0:
-            self.bar.write(f"Warning: {text}")
+            self.bar.write(text)
+
+    def warn(self, text: str) -> None:
+        self.write(f"Warning: {text}")
 
     def finish(self) -> None:
         """A table of the evaluations before and after, and what to open next."""
@@ -192,6 +212,27 @@ def evaluation_table(history: list[dict]) -> str:
         if name.startswith("eval/") and not name.endswith("stderr"):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
     return "\n".join(lines)
+
+
+def vote_record(group: dict) -> dict:
+    """One prompt's vote in short, for votes.jsonl.
+
+    n: responses; counts: [[answer, votes], ...], most votes first, of an answer its first 40 characters;
+    share: of the majority; gold: the place of the gold answer in counts (null: nobody gave it, or there is
+    none); right: whether the majority is (null: no gold answer); label: right, wrong, none (the script
+    abstained) or given (no gold answer), of several weighted labels the heaviest; trained: responses."""
+    prompt, label, answers = group["prompt"], group["label"], [r.answer for r in group["responses"]]
+    gold, *classes = prompt.classes([prompt.answer, *answers])
+    ranked = Counter(c for c in classes if c is not None).most_common()
+    order = [c for c, _ in ranked]
+    kind = "none"
+    if label:  # it names the script's own classes
+        taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
+        kind = "given" if gold is None else "right" if taken == gold else "wrong"
+    right = None if gold is None else order[:1] == [gold]
+    return dict(n=len(answers), counts=[[answers[classes.index(c)][:40], votes] for c, votes in ranked],
+                share=round(ranked[0][1] / len(answers), 4) if ranked else 0.0, right=right,
+                gold=order.index(gold) if gold in order else None, label=kind, trained=len(group["trained"]))
 
 
 def sample_record(step: int, group: dict) -> dict:

@@ -45,9 +45,16 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     _, axis = pyplot.subplots()
     plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]))
     assert axis.lines[0].get_xdata().tolist() == [1] and axis.lines[0].get_ydata().tolist() == [20.0]
-    low, high = sorted(set(axis.collections[0].get_paths()[0].vertices[:, 1]))
-    assert (low, high) == (10, 30)
+    assert [line.get_ydata() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
     pyplot.close()
+
+
+def test_a_method_keeps_its_style_and_no_two_lines_share_one():
+    found = plot.styles(["TTRL", "gold GRPO", "EVOL-RL", "ettrl-x", "TTRL, mixed", "my_idea", *"abc"])
+    assert found["TTRL"] == plot.STYLES["ttrl"] and found["ettrl-x"] == plot.STYLES["ettrl"]
+    assert found["EVOL-RL"] == plot.STYLES["evol_rl"] and found["gold GRPO"] == plot.STYLES["gold"]
+    assert len(set(found.values())) == len(found) and found["TTRL, mixed"][0] == found["TTRL"][0]
+    assert plot.styles(["demo"], {"demo": "scrl"})["demo"] == plot.STYLES["scrl"]
 
 
 def test_plot_writes_no_figure_and_no_sentence(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import re
 import statistics
@@ -30,7 +31,7 @@ PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority
 NOT_DRAWN = """step loss kl clip_fraction grad_norm lr skipped_updates logp_diff_max logp_diff_mean truncated
     answered batch_pass@1 entropy_right entropy_wrong zero_variance positive_advantage reward_accuracy
     negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
-    question_length peak_memory_gib""".split()
+    question_length prompt_weight peak_memory_gib""".split()
 GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
     "gold": ("#000000", "-"),
@@ -56,6 +57,11 @@ def read_metrics(folder: Path) -> list[dict]:
     return lines
 
 
+def name_of(folder: Path) -> str:
+    """A run's name without its seed."""
+    return re.sub(r"-seed\d+$", "", Path(folder).resolve().name)
+
+
 def read_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
     """{name without the seed: [lines of a run, ...]}. Raises UserError naming a folder without a run."""
     runs: dict[str, list[list[dict]]] = {}
@@ -63,8 +69,15 @@ def read_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
         lines = read_metrics(folder)
         if not lines:
             raise UserError(f"'{folder}' holds no run: it has no metrics.jsonl with a finished line.")
-        runs.setdefault(re.sub(r"-seed\d+$", "", folder.resolve().name), []).append(lines)
+        runs.setdefault(name_of(folder), []).append(lines)
     return runs
+
+
+def method_of(folder: Path) -> str:
+    """What gives a run its colour and line: its script, or gold if it trains on gold labels; maybe empty."""
+    record = Path(folder) / "run.json"
+    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    return "gold" if about.get("args", {}).get("labels") == "gold" else about.get("script", "")
 
 
 def metric_of(panel: str, names: list[str], benchmark: str) -> str:
@@ -101,12 +114,15 @@ def curves(runs: dict[str, list[list[dict]]], panels: list[str], benchmark: str 
     return found
 
 
-def styles(names: list[str]) -> dict[str, tuple]:
-    """{name: (colour, line style)}: the method's that the name begins with, else one that is still free."""
+def styles(names: list[str], methods: dict[str, str] | None = None) -> dict[str, tuple]:
+    """{name: (colour, line style)}: those of the method that methods[name], or the name itself, begins with.
+
+    A method's second name has its colour and another line; a name without a method has what is still free."""
     found: dict[str, tuple] = {}
     for name in names:
-        key = re.sub(r"\W", "_", re.sub(r"^[A-Z0-9]+-(?=[a-z])", "", name).lower())  # PLAIN-ttrl: a claim's
+        key = re.sub(r"\W", "_", ((methods or {}).get(name) or name).lower())
         own = [style for method, style in STYLES.items() if key.startswith(method)]
+        own += [other for other in OTHERS if own and other[0] == own[0][0]]
         free = [style for style in own + OTHERS if style not in found.values()]
         found[name] = [*free, *OTHERS][0]
     return found
@@ -138,8 +154,8 @@ def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = read_runs(folders)
-    found, style = curves(runs, panels or [], benchmark), styles(list(runs))
+    runs, methods = read_runs(folders), {name_of(folder): method_of(folder) for folder in folders}
+    found, style = curves(runs, panels or [], benchmark), styles(list(runs), methods)
     rows = math.ceil(len(found) / COLUMNS)
     figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4 * COLUMNS, 2.7 * rows), squeeze=False)
     for axis in axes.flat[len(found):]:

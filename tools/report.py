@@ -1,105 +1,111 @@
-"""A run -> one HTML page: its curves, and the votes of its logged steps.
+"""One run or several -> one HTML page: curves, every problem's votes over the steps, sharpening.
 
-    python -m tools.report runs/NAME                     # writes runs/NAME/report.html
+    python -m tools.report runs/NAME             # writes runs/NAME/report.html
+    python -m tools.report runs/A runs/B         # their votes side by side, in runs/A/report.html
 
-The page needs no network. At its address, #20 shows step 20. Whatever a response holds stays text: the
-template escapes all of it.
+The page needs no network. At its address, #20 shows step 20, #20-3 problem 3 at step 20. Whatever a response
+holds stays text: the page's script builds its elements from data and never from HTML.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from engine.base import UserError
 from engine.runfolder import read_jsonl
 from tools import plot
 
 SHOWN_STEPS = 50
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), trim_blocks=True,
-                        lstrip_blocks=True, undefined=StrictUndefined, autoescape=True)
-
-
-def figures(value, digits: int = 2) -> str:
-    """A number with so many digits; a dash for None and whatever else is no finite number."""
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return f"{value:.{digits}f}" if known else "-"
-
-
-TEMPLATES.filters["figures"] = figures
+OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
+    skipped_updates""".split()
+OPTIONS = "model dataset votes train_samples lr temperature seed".split()
+TEMPLATE = Path(__file__).parent / "templates/report.html"
 
 
 def vote_of(record: dict) -> dict:
-    """A vote of samples.jsonl as the page shows it: answer classes, most frequent first, and their responses.
+    """A vote of samples.jsonl as the page shows it: {question, correct (gold), step, classes}.
 
-    `classes` holds, of each class, its answer, its number of votes, the weight of its label (None: no label),
-    and whether it is a negative label or gold; `rows` holds the responses, class by class, with their numbers
-    and whether they are right (None: no gold answer)."""
+    classes: of each answer, most votes first, its number of votes, the weight of its label (None: no label),
+    whether it is a negative label or gold, and its responses with their numbers; at the end, with None as
+    their answer, the responses without one."""
     responses, (gold_class, *classes) = record["responses"], record["equal"]
     # label and negatives name the script's own classes, which are others with --labels gold and in EVOL-RL
     own = {str(row["answer_class"]): c for row, c in zip(responses, classes)}
     weights = {own.get(name): weight for name, weight in record["label"].items()}
     negatives = [own.get(str(name)) for name in record.get("negatives") or []]
-    shown, rows = [], []
-    given = sorted(dict.fromkeys(c for c in classes if c is not None), key=classes.count, reverse=True)
-    for c in [*given, None]:
-        members = [i for i, other in enumerate(classes) if other == c]
-        for i in members:
-            right = None if record["gold"] is None else c is not None and c == gold_class
-            rows.append(dict(responses[i], number=i + 1, right=right))
-        if c is not None:
-            answer = responses[members[0]]["answer"]
-            shown.append(dict(answer=answer, votes=len(members), weight=weights.get(c),
-                              negative=c in negatives, gold=c == gold_class))
-    return dict(problem=record["problem"], gold=record["gold"], classes=shown, rows=rows,
-                none=classes.count(None))
+    shown = []
+    for c, votes in Counter(classes).most_common():
+        rows = [dict(row, number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
+        known = c is not None
+        shown.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if known else None,
+                          negative=known and c in negatives, gold=known and c == gold_class, rows=rows))
+    shown.sort(key=lambda entry: entry["answer"] is None)
+    return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=shown)
 
 
-def steps_of(records: list[dict]) -> list[dict]:
-    """[{step, votes, others}, ...] of at most 50 steps, evenly chosen; others: the records that are no votes.
+def read_run(folder: Path, numbers: dict[str, int]) -> dict:
+    """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
-    A script's own records (`run.log_sample`) are such: {name: value}, as Dynamic RL's questions are."""
-    by_step: dict[int, dict] = {}
-    for record in records:
-        entry = by_step.setdefault(record["step"], dict(step=record["step"], votes=[], others=[]))
-        if "equal" in record:
-            entry["votes"].append(vote_of(record))
-        else:
-            entry["others"].append({name: value for name, value in record.items() if name != "step"})
-    steps = [by_step[step] for step in sorted(by_step)]
-    return steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1]
-
-
-def write_report(folder: Path, out: Path) -> None:
-    """Write a run's page. Raises UserError if the folder holds no run, OSError if `out` cannot be written."""
-    picture = io.BytesIO()
-    plot.plot([folder], picture)
+    votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
+    of the script's own (`run.log_sample`), both of at most 50 steps, evenly chosen."""
     record = folder / "run.json"
     about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    args, questions, votes, kept, others = about.get("args", {}), {}, [], [], []
+    for line in read_jsonl(folder / "votes.jsonl"):
+        if "question" in line:
+            questions[line["problem"]] = line["question"], line["answer"]
+        question, gold = questions[line["problem"]]
+        votes.append(line | dict(problem=numbers.setdefault(question, len(numbers)), correct=gold))
     records = read_jsonl(folder / "samples.jsonl")
-    html = TEMPLATES.get_template("report.html").render(
-        name=folder.resolve().name, script=about.get("script", ""), args=about.get("args", {}),
-        logged=len({line["step"] for line in records}), steps=steps_of(records),
-        curves=base64.b64encode(picture.getvalue()).decode())
-    out.write_text(html, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
+    steps = sorted({line["step"] for line in records})
+    shown = set(steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1])
+    for line in records:
+        if line["step"] in shown and "equal" in line:
+            vote = vote_of(line)
+            kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
+        elif line["step"] in shown:
+            others.append(line)
+    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
+    return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
+                votes=votes, kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+
+
+def page_data(folders: list[Path]) -> dict:
+    """All that the page shows: {runs, questions, curves}. Raises UserError if a folder holds no run."""
+    numbers: dict[str, int] = {}
+    lines = [seeds for folder in folders for seeds in plot.read_runs([folder]).values()]
+    runs = [read_run(Path(folder), numbers) for folder in folders]
+    named = {f"{run['method']} {i}": seeds for i, (run, seeds) in enumerate(zip(runs, lines))}
+    for run, style in zip(runs, plot.styles(list(named)).values()):
+        run["style"] = style
+    logged = {name for seeds in lines for line in seeds[0] for name in line}
+    curves = {"Learning": plot.curves(named, [])}
+    if panels := [name for name in OPTIMIZER if name in logged]:
+        curves["The optimizer"] = plot.curves(named, panels)
+    return dict(runs=runs, questions=list(numbers), curves=curves)
+
+
+def write_report(folders: list[Path], out: Path) -> None:
+    """Write the page of these runs. Raises UserError if one is no run, OSError if `out` cannot be written."""
+    data = json.dumps(page_data(folders), ensure_ascii=False)
+    page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", data.replace("<", "\\u003c"))
+    out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=shape)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("-o", "--out", type=Path, help="default: report.html in the run's folder")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("-o", "--out", type=Path, help="default: report.html in the first run's folder")
     options = parser.parse_args()
-    out = options.out or options.run / "report.html"
+    out = options.out or options.runs[0] / "report.html"
     try:
-        write_report(options.run, out)
+        write_report(options.runs, out)
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
     print(out)

@@ -3,8 +3,8 @@ Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, an
 0.35M parameters that solves them step by step, often enough wrongly for reinforcement learning to have
 something to do.
 
-    python toy/make_toy.py --out toy    # minutes on a CPU, seeded
-    python toy/make_toy.py --unselected           # only write the four unselected sets (a second)
+    python toy/make_toy.py --out toy             # minutes on a CPU, seeded
+    python toy/make_toy.py --unselected          # only write the four unselected sets (a second)
 
 A base model that is worth training without labels has to fail in two ways, and this one does:
   - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right

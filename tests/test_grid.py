@@ -1,0 +1,195 @@
+"""tools.report: what a run logs of every vote, the page's data, hostile texts, the page in a real browser."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import SCRIPTS, read_lines, run_toy
+
+import common
+import ttrl
+from engine.runfolder import vote_record
+from tools import report
+
+HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
+           "broken \ud800 and \udfff \\boxed{8}", "<!--<script> {{ 7 * 7 }} & \u2028 \\boxed{<b>9</b>}"]
+
+
+def response(text, answer, own, **more):
+    row = dict(text=text, answer=answer, answer_class=own, reward=1.0, votes=1, trained=True, advantage=0.5,
+               tokens=9, finished=True, entropy=0.25)
+    return row | more
+
+
+def logged(step, responses, equal, label, **more):
+    """A line of samples.jsonl; equal: the classes of gold and of the answers."""
+    record = dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label, cut=False)
+    return record | dict(negatives=[], responses=responses) | more
+
+
+def brief(step, counts, label="wrong", **more):
+    """A line of votes.jsonl."""
+    n = sum(votes for _, votes in counts)
+    line = dict(step=step, problem=0, n=n, counts=counts, share=counts[0][1] / n, right=label == "right")
+    return line | dict(gold=0 if label == "right" else None, label=label, trained=2) | more
+
+
+def write_run(folder, **files):
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(dict(script="ttrl", args=dict(dataset="<i>toy", votes=4))))
+    files = dict(metrics=[dict(step=1, reward=0.5, loss=0.1), dict(step=2, reward=1)]) | files
+    for name, lines in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def two_votes(folder, answer="8"):
+    """A run with one problem and two votes on it, of the second with texts."""
+    rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
+    text = dict(question="What is 3 + 4?", answer="7")
+    votes = [brief(1, [[answer, 2], ["7", 1]], **text), brief(2, [["7", 2], ["8", 1]], "right")]
+    return write_run(folder, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
+
+
+# ------------------------------------------------ votes.jsonl ---------------------------------------------
+def test_a_vote_in_short_is_not_that_of_its_answers():
+    answers = ["7", "8.0", "8", None, "7" * 99, "8"]
+    group = dict(prompt=common.Problem("p", "7.0"), responses=[SimpleNamespace(answer=a) for a in answers],
+                 classes=[0, 1, 1, None, 2, 1], trained={0, 1}, label={0: 0.4, 1: 0.6})
+    found = vote_record(group)
+    assert found["counts"] == [["8.0", 3], ["7", 1], ["7" * 40, 1]] and found["gold"] == 1
+    assert (found["n"], found["share"], found["right"], found["label"]) == (6, 0.5, False, "wrong")
+    assert found["trained"] == 2
+    assert vote_record(group | dict(label={0: 0.6, 1: 0.4}))["label"] == "right"
+    assert vote_record(group | dict(label={}))["label"] == "none"
+    unknown = vote_record(group | dict(prompt=common.Problem("p")))
+    assert (unknown["label"], unknown["right"], unknown["gold"]) == ("given", None, None)
+    silent = [SimpleNamespace(answer=None)] * 2
+    nobody = vote_record(group | dict(responses=silent, classes=[None, None], label={}))
+    assert (nobody["counts"], nobody["share"], nobody["right"]) == ([], 0, False)
+
+
+def test_a_prompt_has_no_line_or_two_after_a_resume(tmp_path):
+    options = dict(steps=4, checkpoint_every=1, keep=9)
+    run_toy(ttrl, tmp_path / "whole", **options)
+    whole = read_lines(tmp_path / "whole/votes.jsonl")
+    assert [line["step"] for line in whole] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert [line["problem"] for line in whole if "question" in line] == list(range(16))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in (3, 4):  # as if it had been killed in the fourth, before a checkpoint of the third
+        shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:08d}")
+    run_toy(ttrl, tmp_path / "run", **options, resume=True)
+    assert read_lines(tmp_path / "run/votes.jsonl") == whole
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_does_not_log_every_vote(tmp_path, name):
+    options = dict(novelty=False) if name == "evol_rl" else {}
+    (line,) = run_toy(importlib.import_module(name), tmp_path / "run", steps=1, **options)
+    votes, (first, *_) = (read_lines(tmp_path / f"run/{file}.jsonl") for file in ("votes", "samples"))
+    shares = [vote["share"] for vote in votes]
+    assert sum(shares) / len(votes) == pytest.approx(line["majority_ratio"], abs=1e-4)
+    known = [vote["right"] for vote in votes if vote["right"] is not None]
+    if name == "dynamic_rl":
+        assert not known and {vote["label"] for vote in votes} <= {"given", "none"}
+    else:
+        assert len(votes) == 4 and sum(known) / 4 == line["majority_accuracy"]
+        assert votes[0]["question"] == first["problem"] and votes[0]["answer"] == first["gold"]
+
+
+# -------------------------------------------------- the page -----------------------------------------------
+def test_page_marks_another_label_negative_or_gold_answer():
+    rows = [response("a", "6", 0), response("b", "7.0", 1), response("c", "7", 1), response("d", None, None)]
+    vote = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
+    shown = [(c["answer"], c["votes"], c["gold"], c["weight"], c["negative"]) for c in vote["classes"]]
+    assert shown == [("7.0", 2, True, 0.6, False), ("6", 1, False, 0.4, True), (None, 1, False, None, False)]
+    assert [[row["number"] for row in c["rows"]] for c in vote["classes"]] == [[2, 3], [1], [4]]
+    # --labels gold: the script's class 0 is the gold answer, whoever gave it first
+    rows = [dict(row, answer_class=0 if row["answer"] in ("7", "7.0") else None) for row in rows]
+    gold = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 1.0}))
+    assert [c["weight"] for c in gold["classes"]] == [1.0, None, None]
+
+
+def test_page_gives_one_problem_two_numbers_or_keeps_every_text(tmp_path):
+    other = dict(question="1 + 1?", answer="2")
+    samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
+    first = two_votes(tmp_path / "first")
+    text = dict(question="What is 3 + 4?", answer="7")
+    second = write_run(tmp_path / "second", samples=samples, votes=[
+        brief(1, [["2", 3]], **other), brief(1, [["7", 3]], **text | dict(problem=1))])
+    data = report.page_data([first, second])
+    assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
+    assert [[vote["problem"] for vote in run["votes"]] for run in data["runs"]] == [[0, 0], [1, 0]]
+    assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
+    assert {vote["problem"] for vote in data["runs"][1]["kept"]} == {0}
+    assert data["curves"]["The optimizer"] == {"loss": {"ttrl 0": [{1: 0.1}], "ttrl 1": [{1: 0.1}]}}
+    assert data["runs"][0]["style"] != data["runs"][1]["style"]
+
+
+def test_no_run_is_more_than_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit, match="Error: .* holds no run: it has no metrics.jsonl"):
+        report.main()
+
+
+# -------------------------------------------------- a browser ----------------------------------------------
+@pytest.fixture
+def browse(tmp_path):
+    """browse(runs, fragment, script) -> what their page shows after that script; no line in the console."""
+    if not shutil.which("chromium"):
+        pytest.skip("optional: no chromium")
+
+    def browsed(runs, fragment="", script=""):
+        page = tmp_path / "page.html"
+        report.write_report(runs, page)
+        assert page.read_text().count("<script") == page.read_text().count("</script") == 1  # its own
+        page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+        flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+                 "--disable-background-networking --disable-component-update --enable-logging=stderr "
+                 "--virtual-time-budget=5000 --dump-dom").split()
+        command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri() + fragment]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+        return done.stdout.split("</script>")[1].rpartition("<script>")[0]  # without data and scripts
+
+    return browsed
+
+
+def test_a_click_on_a_cell_does_not_show_its_vote(browse, tmp_path):
+    run = two_votes(tmp_path / "run")
+    page = browse([run])  # the last step's votes, with texts
+    assert "2 x 7, trained 2" in page and "1 x 8, trained 0" in page and "<pre>is 7</pre>" in page
+    assert "became right on 1 and wrong on 0" in page and "8 became 7, gold 7: " in page
+    cells = "document.querySelectorAll('.grid rect')"
+    click = f"{cells}[0].dispatchEvent(new MouseEvent('click'));"
+    page = browse([run], "#2", click)
+    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept" in page
+    assert '<output id="shown">1</output>' in page and 'class="chosen" x="0" y="0"' in page
+    drag = "slider.value = 2; slider.dispatchEvent(new Event('input'));"
+    page = browse([run], "#1-0", drag)  # the same problem's vote at another step
+    assert "run, step 2: 3 responses" in page and "<pre>is 7</pre>" in page
+
+
+def test_two_runs_votes_do_not_stand_side_by_side(browse, tmp_path):
+    page = browse([two_votes(tmp_path / "a"), two_votes(tmp_path / "b", answer="<i>5")], "#1-0")
+    assert "a, step 1: 3 responses" in page and "b, step 1: 3 responses" in page
+    assert page.index("<b>8</b>") < page.index("<b>&lt;i&gt;5</b>")
+
+
+def test_something_in_a_response_runs(browse, tmp_path):
+    rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
+    texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
+    own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
+    line = brief(1, [["<b>9</b>", 3]], question=texts["problem"], answer="<b>9</b>")
+    run = write_run(tmp_path / "<i>run", samples=[logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own],
+                    votes=[line, line | dict(step=2)])
+    page = browse([run])
+    for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
+        assert text in page
+    for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):
+        assert tag not in page

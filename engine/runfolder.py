@@ -141,8 +141,8 @@ class RunFolder:
             self.bar.update(1)
 
     def log_samples(self, step: int, groups: list[dict]) -> None:
-        """A line of votes.jsonl for each of a step's prompts, with its text when it is the first of it, and of
-        two the whole vote in samples.jsonl: of the same problems whenever they come up."""
+        """A line of votes.jsonl for each of a step's prompts, with its text in the first one; and of two the
+        whole vote in samples.jsonl: of the same problems whenever they come up."""
         for group in groups:
             question, number = group["prompt"].question, len(self.numbers)
             text = {} if question in self.numbers else dict(question=question, answer=group["prompt"].answer)

@@ -107,7 +107,7 @@ def test_page_marks_another_label_negative_or_gold_answer():
     vote = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
     shown = [(c["answer"], c["votes"], c["gold"], c["weight"], c["negative"]) for c in vote["classes"]]
     assert shown == [("7.0", 2, True, 0.6, False), ("6", 1, False, 0.4, True), (None, 1, False, None, False)]
-    assert [[row["number"] for row in c["rows"]] for c in vote["classes"]] == [[2, 3], [1], [4]]
+    assert [row["number"] for c in vote["classes"] for row in c["rows"]] == [2, 3, 1, 4]
     # --labels gold: the script's class 0 is the gold answer, whoever gave it first
     rows = [dict(row, answer_class=0 if row["answer"] in ("7", "7.0") else None) for row in rows]
     gold = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 1.0}))
@@ -123,7 +123,7 @@ def test_page_gives_one_problem_two_numbers_or_keeps_every_text(tmp_path):
         brief(1, [["2", 3]], **other), brief(1, [["7", 3]], **text | dict(problem=1))])
     data = report.page_data([first, second])
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
-    assert [[vote["problem"] for vote in run["votes"]] for run in data["runs"]] == [[0, 0], [1, 0]]
+    assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
     assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
     assert {vote["problem"] for vote in data["runs"][1]["kept"]} == {0}
     assert data["curves"]["The optimizer"] == {"loss": {"ttrl 0": [{1: 0.1}], "ttrl 1": [{1: 0.1}]}}

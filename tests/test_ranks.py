@@ -191,8 +191,8 @@ def test_resume_on_another_number_of_ranks(pairs, tmp_path):
     args = json.loads((run / "run.json").read_text())["args"]
     run_toy(ttrl, **args | dict(resume=True, out=str(run)))
     for expected, record in zip(*(read_lines(out / "samples.jsonl") for out in (whole, run)), strict=True):
-        texts = [[response["text"] for response in record["responses"]] for record in (expected, record)]
-        if turned := sum(a != b for a, b in zip(*texts, strict=True)):
+        pairs = zip(expected["responses"], record["responses"], strict=True)
+        if turned := sum(a["text"] != b["text"] for a, b in pairs):
             assert turned == 1  # from here on the policies differ
             return
     assert_same_runs(whole, run)

@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=2920, tools=1500, tests=6700)
+MOST_LINES = dict(engine=3000, tools=1600, tests=7100, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -79,13 +79,13 @@ def test_imports_run_in_circles_or_the_wrong_way():
     for module, imported in graph.items():
         if module in ("evaluate", *SCRIPTS):
             imported -= {"common"}
-        if not module.startswith("tools"):
+        if not module.startswith(("tools", "docs", "exercises")):
             assert all(name.startswith("engine.") for name in imported), (module, imported)
 
 
 # ------------------------------------------------ one loop in six files ----------------------------------
 # The numbered parts of main that a method changes, 0: before the first. All others are ttrl.py's.
-CHANGED = {"evol_rl": {0, 3}, "scrl": {2, 3, 4}, "restrain": {0, 3, 6}, "ettrl": {2, 4, 7},
+CHANGED = {"evol_rl": {0, 3}, "scrl": {2, 3, 4}, "restrain": {0, 3, 6, 7}, "ettrl": {2, 4, 7},
            "dynamic_rl": {2, 3, 6, 7}}
 
 

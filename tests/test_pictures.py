@@ -22,8 +22,8 @@ def test_a_picture_is_older_than_what_it_draws(name, fresh):
     drawn = (fresh / f"{name}.svg").read_text()
     words = r"<(?:text|tspan)[^>]*>([^<]*)"
     assert re.findall(words, committed) == re.findall(words, drawn)
-    numbers = [[float(number) for number in re.findall(r"-?\d+\.\d+", text)] for text in (committed, drawn)]
-    assert numbers[0] == pytest.approx(numbers[1], abs=0.5)  # points of 1/72 inch, of pictures 475 wide
+    old, new = (list(map(float, re.findall(r"-?\d+\.\d+", text))) for text in (committed, drawn))
+    assert old == pytest.approx(new, abs=0.5)  # points of 1/72 inch, of pictures 475 wide
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

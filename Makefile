@@ -48,7 +48,7 @@ compare: .venv
 
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
 docs: .docs
-	.docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
 
 .docs: requirements-docs.txt
 	$(PYTHON) -m venv .docs

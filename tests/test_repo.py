@@ -155,7 +155,7 @@ def test_a_shared_function_differs_between_scripts(function):
 
 
 # Changed lines of code between ttrl.py and a script, both without docstrings and as ast.unparse lays them out
-LIMITS = dict(evol_rl=80, scrl=65, restrain=85, ettrl=95, dynamic_rl=140)
+LIMITS = dict(evol_rl=80, scrl=65, restrain=87, ettrl=95, dynamic_rl=140)
 
 
 @pytest.mark.parametrize("module", METHODS)

@@ -8,11 +8,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import SCRIPTS, read_lines, run_toy
+from conftest import ROOT, SCRIPTS, read_lines, run_toy
+from tqdm import tqdm
 
 import common
 import ttrl
-from engine.runfolder import vote_record
+from engine.runfolder import RunFolder, vote_record
 from tools import report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
@@ -99,6 +100,20 @@ def test_a_script_does_not_log_every_vote(tmp_path, name):
     else:
         assert len(votes) == 4 and sum(known) / 4 == line["majority_accuracy"]
         assert votes[0]["question"] == first["problem"] and votes[0]["answer"] == first["gold"]
+
+
+# ------------------------------------------------ progress bar --------------------------------------------
+def test_the_time_left_counts_evaluations_as_steps(tmp_path, capfd):
+    bar = tqdm(total=2, disable=False)
+    RunFolder.after_evaluation(SimpleNamespace(bar=bar), 100.0)
+    assert bar.format_dict["elapsed"] < -90
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
+    run_toy(ttrl, tmp_path / "run", steps=3, dataset=str(few), eval="train", eval_samples=1, eval_every=2)
+    printed = capfd.readouterr()
+    assert "Steps 1 to 3 have 4 prompts each, with 8 responses, of which 8 are trained" in printed.out
+    assert "for the 2 left, and 0:00:" in printed.out and "for 2 evaluations." in printed.out
+    assert "evaluating train" in printed.err
 
 
 # -------------------------------------------------- the page -----------------------------------------------

@@ -45,7 +45,7 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     _, axis = pyplot.subplots()
     plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]))
     assert axis.lines[0].get_xdata().tolist() == [1] and axis.lines[0].get_ydata().tolist() == [20.0]
-    assert [line.get_ydata() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
+    assert [line.get_ydata().tolist() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
     pyplot.close()
 
 

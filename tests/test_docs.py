@@ -202,9 +202,10 @@ def test_a_metric_of_the_read_column_is_not_logged(page, logged):
 
 # ------------------------------------------------ names and links ------------------------------------------
 def anchors(page: Path) -> set[str]:
-    """The headings of a page as GitHub links to them."""
+    """The headings of a page as GitHub links to them, and its own anchors."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    named = set(re.findall(r'<a id="([\w-]+)">', page.read_text()))
+    return named | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_page

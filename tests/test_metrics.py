@@ -76,7 +76,7 @@ def test_the_mean_over_benchmarks_is_not_printed_or_saved(tmp_path, monkeypatch,
     """pass@1 is (1/4 + 3/4) / 2 = .5 of one, 1/4 of the other: .375, not the .417 of the three problems."""
     shares = dict(toy=[1, 3], toy_test=[1])  # of four responses right, problem by problem
 
-    def graded(self, name, problems, progress):
+    def graded(self, name, problems):
         found = []
         for share in shares[name]:
             responses = [rollout(answer) for answer in share * ["1"] + (4 - share) * ["2"]]

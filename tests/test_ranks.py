@@ -266,7 +266,7 @@ def test_vllm_on_two_nodes(tmp_path):
                 node.terminate()
         time.sleep(0.1)
     assert [node.returncode for node in nodes] == [0, 0], [ended(node).errors[-2000:] for node in nodes]
-    lines = metrics_of(tmp_path / "run")
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["logp_diff_max"] < 1e-4 for line in lines)
 

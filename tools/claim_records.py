@@ -80,7 +80,7 @@ CLAIMS = [
           "TTRL, section 4.1", ("ttrl.py", "start eval/train/maj@16"), "SLIPS", END1),
     Claim("T3", "Lucky hit: rewards are right far more often than the labels they come from.",
           "TTRL, section 4.2", ("reward right", "right"), VOTES, "", +1, GAIN),
-    Claim("T4", "On hard problems wrong labels, and nothing else, ruin what gold labels improve.",
+    Claim("T4", "On hard problems majority labels end below gold labels, all else equal.",
           "TTRL, section 4.3", ("ttrl.py --labels gold", "ttrl.py"), "HARD8", END1, +1, GAIN),
     Claim("T4b", "There the model ends below its start.", "TTRL, section 4.3",
           ("ttrl.py", "start"), "HARD8", END1, -1, GAIN),

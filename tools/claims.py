@@ -309,7 +309,8 @@ def page() -> str:
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
     verdicts = [row["verdict"] for row in rows.values()]
-    return template.render(rows=rows, verdicts=verdicts, regimes=REGIMES) + "\n"
+    weak = [name for name, row in rows.items() if row["verdict"] == "shown" and row["holm"] >= .05]
+    return template.render(rows=rows, verdicts=verdicts, weak=weak, regimes=REGIMES) + "\n"
 
 
 def main() -> None:

@@ -11,11 +11,13 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
-from transformers import DynamicCache
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.policy import Request, Rollout, load_model
+from engine.policy import PACKED, Request, Rollout, load_model
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
@@ -44,6 +46,23 @@ class RoomyLayer(DynamicLayer):
         return self.keys[:, :, :self.length], self.values[:, :, :self.length]
 
 
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of one new token per row, [rows, heads, 1, d] -> [rows, 1, heads, d].
+
+    transformers' own copies all keys and values for each head that shares them: a third of the sampling time
+    of SmolLM2."""
+    rows, heads, new, d = query.shape
+    if new > 1:  # the prompts
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    query = query.reshape(rows, key.shape[1], -1, d)  # the heads of a group stand where tokens would
+    out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(rows, 1, heads, d), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
 class HFSampler:
     """Prompts are read once for all their samples, and finished rows are dropped an eighth at a time.
 
@@ -55,6 +74,8 @@ class HFSampler:
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
         self.model = load_model(model, trust_remote_code, dtype).eval().to(device)
+        if self.model.config.get_text_config().model_type in PACKED:
+            self.model.set_attn_implementation("grouped")
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
 

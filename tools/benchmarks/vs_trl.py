@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = "step", "sample", "update", "cpu"
 # micro: TRL's fastest number of sequences per forward pass, a divisor of prompts x responses
 SIZES = {"toy": dict(prompts=16, responses=32, tokens=128, micro=64, micro_tokens=2048),
-         "model": dict(prompts=8, responses=8, tokens=40, micro=16, micro_tokens=16384)}
+         "model": dict(prompts=8, responses=8, tokens=40, micro=16, micro_tokens=4096)}
 
 
 def memory(field: str) -> float:

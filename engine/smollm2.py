@@ -34,7 +34,7 @@ SMOLLM2 = dict(
     dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
     eval_every=0, eval_samples=16, checkpoint_every=4, dtype=DTYPE, lr=1e-5,
-    num_minibatches=1, kl_coef=0.0, micro_tokens=4096,  # 16,384 would take 6 GB more for activations
+    num_minibatches=1, kl_coef=0.0,
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
     benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")  # evaluate.py's
 FOLDER = ROOT / "smollm2"

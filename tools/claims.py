@@ -35,7 +35,7 @@ import ttrl
 from common import UserError
 from engine.runfolder import read_jsonl
 from tools import compare, plot
-from tools.claim_records import CLAIMS, MINUTES, REGIMES, VOTES, Claim
+from tools.claim_records import CLAIMS, EVOL, MINUTES, REGIMES, VOTES, Claim
 from tools.explain import sample_votes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,7 +201,12 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
         IMAGES.mkdir(parents=True, exist_ok=True)
         logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
         panels = dict.fromkeys(["batch_pass@1", claim.metric.partition(" ")[2], "majority_ratio", "entropy"])
-        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=[name for name in panels if name in logged])
+        labels = {}
+        for arm in arms:
+            label = arm.replace(EVOL, "evol_rl").replace(".py", "")
+            labels[plot.name_of(folder_of(claim, arm, seeds[0]))] = label
+        panels = [name for name in panels if name in logged]
+        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels, labels=labels)
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------

@@ -142,12 +142,14 @@ def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style
         for seed in seeds if len(seeds) > 1 else []:
             axis.plot(list(seed), list(seed.values()), color=colour, alpha=0.3, linewidth=0.6)
     axis.set_title(title.removeprefix("eval/").replace("_", " "), fontsize=10)
+    axis.set_xlabel("step", fontsize=8)
     axis.grid(alpha=0.3)
     axis.locator_params(axis="x", integer=True)
 
 
-def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None = None) -> None:
-    """Draw these runs into a file, or anything else that matplotlib writes to.
+def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None = None,
+         labels: dict[str, str] | None = None) -> None:
+    """Draw these runs into a file, or anything else that matplotlib writes to. labels: instead of names.
 
     Raises UserError if there is nothing to draw, OSError if the file cannot be written."""
     import matplotlib
@@ -162,7 +164,9 @@ def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None
         axis.axis("off")
     for axis, (metric, drawn) in zip(axes.flat, found.items()):
         draw_panel(axis, metric, drawn, style)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncol=4, frameon=False)
+    lines, names = axes.flat[0].get_legend_handles_labels()
+    names = [(labels or {}).get(name, name) for name in names]
+    figure.legend(lines, names, loc="lower center", ncol=4, frameon=False)
     figure.tight_layout(rect=(0, math.ceil(len(runs) / 4) * 0.1 / rows, 1, 1))
     figure.savefig(out, dpi=130)
     pyplot.close(figure)

@@ -11,6 +11,7 @@ tuples are not.
 """
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -18,14 +19,10 @@ from itertools import accumulate
 from engine.formulas import formula_key
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Extraction
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------- extraction -----------------------------------------------
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(?<=\s)([-+]?\d[\d.,/]*))")  # \boxed{...} or \boxed 5
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\. skips the escaped \{ and \}
 _MARKUP = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|[{}$*]|\\[(),;! ]")
-# "A. 42" and "(A) 42" are choices, "A cat" is not: an article must not vote
-_CHOICE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*[.:)]|([A-J])$)(?:.*)", re.DOTALL)
+LETTERS = "ABCDEFGHIJ"
 
 
 def extract_answer(text: str, choices: int = 0) -> str | None:
@@ -46,33 +43,20 @@ def extract_answer(text: str, choices: int = 0) -> str | None:
         return None
     last = boxes[-1]
     answer = _until_closed(text[last.end():]) if last[1] else last[2].rstrip(".,")
-    if choices:
-        answer = _choice(answer, choices)
+    if choices:  # "A. 42" and "(A) 42" are choices, "A cat" is not: an article must not vote
+        choice = rf"\(?\s*([{LETTERS[:choices]}])\s*(?:[.:)].*)?"
+        match = re.fullmatch(choice, _MARKUP.sub(" ", answer).strip(), re.DOTALL)
+        answer = match and match[1]
     return answer or None
 
 
 def _until_closed(text: str) -> str:
     """The text up to the brace that closes an open one before it; empty if nothing closes it."""
-    depth = 1
-    for brace in _BRACE.finditer(text):
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[:brace.start()].strip()
-    return ""
+    depths = _depths(re.sub(r"\\.", "..", text, flags=re.DOTALL), "{", "}")  # \{ and \} are no braces
+    return text[:depths.index(-1)].strip() if -1 in depths else ""
 
 
-def _choice(answer: str, choices: int) -> str | None:
-    match = _CHOICE.fullmatch(_MARKUP.sub(" ", answer).strip())
-    letter = match and (match[1] or match[2] or match[3])
-    return letter if letter and letter in "ABCDEFGHIJ"[:choices] else None
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Normal form: one spelling for what LaTeX can write in many ways
-# ------------------------------------------------------------------------------------------------------------
+# -------------------- normal form: one spelling for what LaTeX can write in many ways --------------------
 _LONGEST = 400  # characters; longer answers are compared as strings
 _UNITS = (
     r"(?:square|sq|cubic|cu|per)?\s*(?:[cmk]?m|meters?|metres?|in|inch(?:es)?|feet|foot|ft|yards?|miles?|mph|"
@@ -124,27 +108,20 @@ _REWRITES = [
     (r"\\frac ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
-    # .5 and 007
-    (r"(?<![\d.])\.(?=\d)", "0."),
-    (r"(?<![\d.])0+(?=\d)", ""),
-    # 142.0 and 0.50
-    (r"(?<=\d)\.0+(?![\d.])", ""),
-    (r"(?<=\d)(\.\d*?[1-9])0+(?![\d.])", r"\1"),
-    (r"^\(([A-Z])\)$", r"\1"),
+    (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
     (r"[.,;: ]+$|^[, ]+", ""),
     (r"^[a-zA-Z]{3,}$", lambda match: match[0].lower()),
 ]
-_REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _REWRITES]
 
 
 @lru_cache(maxsize=100_000)
 def normal_form(answer: str) -> str:
     r"""One spelling of an answer, found by rewriting the string alone. Applied twice it changes nothing more.
 
-    >>> answers = (r"$\dfrac12$", "1,000", "142.0", r"3\text{ cm}", r"x = \left( 1,2 \right)", "(C)")
+    >>> answers = (r"$\dfrac12$", "1,000", r"3\text{ cm}", r"x = \left( 1,2 \right)")
     >>> [normal_form(answer) for answer in answers]
-    ['\\frac{1}{2}', '1000', '142', '3', '(1, 2)', 'C']
+    ['\\frac{1}{2}', '1000', '3', '(1, 2)']
     """
     for _ in range(8):  # until nothing changes, which takes two or three rounds
         before = answer
@@ -154,7 +131,7 @@ def normal_form(answer: str) -> str:
         if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
             answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
         for pattern, replacement in _REWRITES:
-            answer = pattern.sub(replacement, answer)
+            answer = re.sub(pattern, replacement, answer)
         answer = _without_names(answer)
         if answer == before:
             return answer
@@ -164,78 +141,79 @@ def normal_form(answer: str) -> str:
 def _without_names(answer: str) -> str:
     r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'; 'x=1, y=2' keeps the names it needs."""
     named = [re.fullmatch(rf"({_NAME}) ?(?:=|\\in(?![a-zA-Z]) ?)(.+)", part) for part in _split(answer)]
-    if not all(named) or re.search(r"<|>|\\[lg]e(?![a-zA-Z])", answer):
-        return answer
-    if len({match[1] for match in named}) != 1:
+    names = {match and match[1] for match in named}
+    if len(names) > 1 or None in names or re.search(r"<|>|\\[lg]e(?![a-zA-Z])", answer):
         return answer
     return ", ".join(match[2].rpartition("=")[2] for match in named)
 
 
-def _depth_change(character: str) -> int:
-    """How a character changes the depth of brackets. Any kind closes any other: 0 < x <= 1 is (0, 1]."""
-    if character in "([{":
-        return 1
-    return -1 if character in ")]}" else 0
+def _depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
+    """How deep in brackets it is after each character. Any kind closes any other: 0 < x <= 1 is (0, 1]."""
+    return list(accumulate((character in opening) - (character in closing) for character in text))
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
     """Split at the separators that stand outside all brackets."""
     parts = []
-    depth = 0
     last = 0
-    for i, character in enumerate(text):
-        depth += _depth_change(character)
+    for i, depth in enumerate(_depths(text)):
         if depth == 0 and text.startswith(separator, i):
             parts.append(text[last:i].strip())
             last = i + len(separator)
     return [*parts, text[last:].strip()]
 
 
-def normal_gold(value) -> str | None:
-    r"""The gold answer of a data file, of any type: 142.0 -> '142', ['$2$', '3'] -> '2, 3', None -> None.
+def normal_gold(value, exact: bool = False) -> str | None:
+    r"""The gold answer of a data file, of any type, as text: 142 -> '142', ['$2$', '3'] -> '2, 3'.
 
-    A list may spell one answer in several ways (Minerva does); the first spelling of each is kept.
+    None, NaN and empty text are no answer. Of a solution what it ends with counts: its last \boxed{}, or what
+    follows #### (GSM8K). A list may spell one answer in several ways (Minerva does); the first spelling of
+    each is kept. exact: as it is written, no normal form of it.
     """
-    if isinstance(value, (list, tuple)):
-        different = {_key_of(str(v)): normal_gold(v) for v in reversed(value)}
-        return ", ".join(reversed(different.values())) or None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return None if value is None else normal_form(str(value))
+    if isinstance(value, dict):  # DAPO's reward_model column
+        value = value.get("ground_truth")
+    spellings = {}
+    for v in value if isinstance(value, list) else [value]:
+        if isinstance(v, str):
+            v = extract_answer(v) if "\\boxed" in v else v.rpartition("####")[2].strip()
+        if v not in (None, "") and v == v:
+            text = str(v) if exact else normal_form(str(v))
+            spellings.setdefault(text if exact else _key(text), text)
+    return ", ".join(spellings.values()) or None
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Keys: equal answers have equal keys
-# ------------------------------------------------------------------------------------------------------------
-def equivalence_classes(answers: list[str | None]) -> list[int | None]:
+# ---------------------------------- keys: equal answers have equal keys -----------------------------------
+def equivalence_classes(answers: list[str | None], same_answer: Callable | None = None) -> list[int | None]:
     r"""[N] answers -> [N] classes, numbered in order of first appearance; None (no answer) stays None.
+
+    same_answer: n answers -> n keys, equal for equal answers (text, numbers), instead of this file's. Raises
+    TypeError or ValueError if it does not return one key per answer.
 
     >>> equivalence_classes(["0.5", None, r"\frac{1}{2}", "2", r"\sqrt{4}", "2, 3", "3, 2", "(2, 3)"])
     [0, None, 0, 1, 1, 2, 2, 3]
     """
-    number: dict[str, int] = {}
-    return [None if a is None else number.setdefault(_key_of(a), len(number)) for a in answers]
+    given = [answer for answer in answers if answer is not None]
+    keys = same_answer(given) if given and same_answer else [_key(normal_form(answer)) for answer in given]
+    key_of, number = dict(zip(given, keys, strict=True)), {}
+    return [None if a is None else number.setdefault(key_of[a], len(number)) for a in answers]
 
 
-def answers_equal(a: str | None, b: str | None) -> bool:
+def answers_equal(a: str | None, b: str | None, same_answer: Callable | None = None) -> bool:
     """Whether both are answers, and of one class. None (no answer) equals nothing, not even None."""
-    return a is not None and b is not None and equivalence_classes([a, b]) == [0, 0]
+    return None not in (a, b) and equivalence_classes([a, b], same_answer) == [0, 0]
 
 
 @lru_cache(maxsize=100_000)
-def _key_of(answer: str) -> str:
-    return _key(normal_form(answer))
-
-
 def _key(s: str, depth: int = 0) -> str:
     """Takes lists, tuples, intervals, sets, unions and matrices apart down to numbers, formulas and words."""
     if depth > 4 or len(s) > _LONGEST:
         return s
     if s.startswith(r"\{") and s.endswith(r"\}") and _enclosed(s[1:]):
         return _key(s[2:-2].strip(), depth + 1)
-    elements = []
-    for part in _split(s):
-        elements += _both_signs(part)
+    plus = s.replace(r"\pm", "+").replace(r"\mp", "-")
+    minus = s.replace(r"\pm", "-").replace(r"\mp", "+")
+    # 1\pm\sqrt{2} is a list of two
+    elements = {*_split(plus), *_split(minus)} if r"\pm" in s else _split(plus)
     if len(elements) > 1:
         return "{" + "; ".join(sorted(_key(element, depth + 1) for element in elements)) + "}"
     union = _split(s, r"\cup")
@@ -249,31 +227,20 @@ def _key(s: str, depth: int = 0) -> str:
             return inside[0]
     matrix = re.fullmatch(r"\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", s)
     if matrix:
-        rows = re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].removesuffix("\\\\"))
-        return "matrix(" + " \\ ".join(_row_key(row, depth + 1) for row in rows) + ")"
-    interval = _interval(s)
-    if interval:
+        rows = []
+        for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].removesuffix("\\\\")):
+            rows.append("; ".join(_key(cell, depth + 1) for cell in row.split("&")))
+        return "matrix(" + " \\ ".join(rows) + ")"
+    if interval := _interval(s):
         return _key(interval, depth + 1)
-    number = _number(s)
-    if number is not None:
+    if (number := _number(s)) is not None:
         return str(number)
     return formula_key(s) or s
 
 
-def _both_signs(s: str) -> list[str]:
-    r"""1\pm\sqrt{2} is a list of two."""
-    upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
-    lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
-    return [upper, lower] if r"\pm" in s else [upper]
-
-
-def _row_key(row: str, depth: int) -> str:
-    return "; ".join(_key(cell, depth) for cell in row.split("&"))
-
-
 def _enclosed(s: str) -> bool:
     """Whether the first bracket is closed by the last character, not before."""
-    depths = list(accumulate(_depth_change(character) for character in s))
+    depths = _depths(s)
     return depths[-1] == 0 and 0 not in depths[:-1]
 
 
@@ -292,33 +259,23 @@ def _interval(s: str) -> str | None:
     return f"{start}{parts[0]}, {parts[4]}{end}"
 
 
-_DECIMAL = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?", re.ASCII)
-_FRACTION = re.compile(r"([-+]?)(\d*)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|(?<!\d)(\d+)/(\d+))", re.ASCII)
-_POWER = re.compile(r"([-+]?)(?:(\d+(?:\.\d+)?)\\cdot )?(\d{1,9})\^\{(-?\d{1,3})\}", re.ASCII)
+_DECIMAL = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
+_FRACTION = rf"([-+]?)(\d*)(?:\\frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}|(?<!\d)(\d+)/(\d+))"
 
 
 def _number(s: str) -> Fraction | None:
-    r"""The value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}, 2^{-99}, 8.7\cdot10^{8}; else None."""
+    r"""The value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}; None of others."""
     if len(s) > 60:
         return None
-    if _DECIMAL.fullmatch(s):
+    if re.fullmatch(_DECIMAL, s, re.ASCII):
         return Fraction(s)
-    fraction = _FRACTION.fullmatch(s)
-    if fraction:
-        sign, whole, above, below, above_slash, below_slash = fraction.groups()
-        numerator = _number(above or above_slash)
-        denominator = _number(below or below_slash)
-        if numerator is None or not denominator:
-            return None
-        if whole and not (above + below).isdigit():  # a mixed number has whole parts
-            return None
-        value = int(whole or 0) + numerator / denominator
-        return -value if sign == "-" else value
-    power = _POWER.fullmatch(s)
-    if power:
-        base = int(power[3])
-        exponent = int(power[4])
-        defined = base or exponent > 0
-        if defined and len(power[3]) * abs(exponent) < 4000:
-            return Fraction(power[1] + (power[2] or "1")) * Fraction(base) ** exponent
-    return None
+    fraction = re.fullmatch(_FRACTION, s, re.ASCII)
+    if not fraction:
+        return None
+    sign, whole, above, below, above_slash, below_slash = fraction.groups()
+    numerator = Fraction(above or above_slash)
+    denominator = Fraction(below or below_slash)
+    if not denominator or whole and not (above + below).isdigit():  # a mixed number has whole parts
+        return None
+    value = int(whole or 0) + numerator / denominator
+    return -value if sign == "-" else value

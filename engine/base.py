@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from pathlib import Path
@@ -60,13 +59,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, with the next if it ends in a colon; its kind if it has none."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Print a line on rank 0, and only the first time."""
-    if rank_from_environment() == 0:
-        print(text, flush=True)
 
 
 def sharded(items: list, work, per_engine: int = 1) -> list:

@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import equivalence_classes, extract_answer, normal_gold
-from engine.base import UserError, first_line, say_once, seed_of
+from engine.answers import LETTERS, answers_equal, equivalence_classes, normal_gold
+from engine.base import UserError, first_line, seed_of
 
 
 @dataclass
@@ -30,22 +30,12 @@ class Problem:
     """n answers -> n keys, equal for equal answers (text, numbers); None: equality of engine/answers.py."""
 
     def classes(self, answers: list[str | None]) -> list[int | None]:
-        """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None.
-
-        Raises TypeError or ValueError if same_answer does not return one key per answer."""
-        if self.same_answer is None:
-            return equivalence_classes(answers)
-        given = [answer for answer in answers if answer is not None]
-        keys = self.same_answer(given) if given else []
-        if not all(isinstance(key, (str, int)) for key in keys):  # a tensor equals only itself
-            raise TypeError(f"same_answer must return text or whole numbers, but returned {repr(keys)[:80]}")
-        key_of, number = dict(zip(given, keys, strict=True)), {}
-        return [None if a is None else number.setdefault(key_of[a], len(number)) for a in answers]
+        """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
+        return equivalence_classes(answers, self.same_answer)
 
     def is_right(self, answer: str | None) -> bool:
         """Whether it is the gold answer; False without one."""
-        known = answer is not None and self.answer is not None
-        return known and self.classes([answer, self.answer]) == [0, 0]
+        return answers_equal(answer, self.answer, self.same_answer)
 
 
 class Benchmark(NamedTuple):
@@ -88,15 +78,11 @@ BENCHMARKS = {
     "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
 }
 TOY = Path(__file__).parent.parent / "toy"
-TOYS = {"toy": "train.jsonl", "toy_test": "test.jsonl", "toy_ood": "ood.jsonl"}
-# Made by `make smollm2` (engine/smollm2.py)
-TOYS |= {"smollm2": "../smollm2/train.jsonl", "smollm2_test": "../smollm2/test.jsonl",
-         "smollm2_ood": "../smollm2/ood.jsonl"}
+TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
 FILES = (".json", ".jsonl", ".parquet")
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
                  "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution")
-LETTERS = "ABCDEFGHIJ"
 
 
 # ------------------------------------------------ problems ------------------------------------------------
@@ -105,10 +91,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     """Problems of a benchmark's short name, a Hub id or a local file (FILES).
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
-    Of a gold answer its last \\boxed{}, or what follows #### (GSM8K), counts. same_answer: see Problem; the
-    rest of it then stays as it is written, but for spaces around it.
-    Problems with the same text are kept once. A benchmark of another size than known gives a warning.
-    Raises UserError on an unknown name, a missing column, an empty or broken file."""
+    same_answer: see Problem; gold answers then stay as they are written, but for spaces around them.
+    Problems with the same text are kept once. Raises UserError on an unknown name, a missing column, an
+    empty or broken file."""
     rows, source = _read(name)
     if name == "mmlu_stem":
         rows = [row for row in rows if row.get("subject") in STEM]
@@ -133,15 +118,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
             text = "".join(turn["content"] for turn in text if turn["role"] == "user")
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{where}: column '{question}' holds no text.")
-        options, right = _options(row, gold, answer, where)
-        if options:  # shuffled (GPQA's first is right), with a seed of the question's own, alike in every run
-            order = random.Random(seed_of("choices", text)).sample(range(len(options)), len(options))
-            lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
-            text = text + "\n\n" + "\n".join(lines)
-            gold = None if right is None else LETTERS[order.index(right)]
-        gold = _gold(gold, exact=same_answer is not None)
-        text = text.strip()
-        problems.setdefault(text, Problem(text, gold, len(problems), len(options), row=row,
+        text, gold, choices = _with_choices(text, row, gold, answer, where)
+        text, gold = text.strip(), normal_gold(gold, exact=same_answer is not None)
+        problems.setdefault(text, Problem(text, gold, len(problems), choices, row=row,
                                           same_answer=same_answer))
     problems = list(problems.values())
     if not quiet:
@@ -149,47 +128,33 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         column = f"answer column '{answer}'" if answer else "no answer column"
         print(f"{name}: {len(problems)} problems from {source}, question column '{question}', {column} "
               f"({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
-        if benchmark.size not in (0, len(problems), len(rows)):
-            print(f"Warning: {name} should have {benchmark.size} problems, but {source} has {len(problems)}.",
-                  flush=True)
     return problems
 
 
-def _options(row: dict, gold, answer: str, where: str) -> tuple[list, int | None]:
-    """The options of multiple choice and the right one's index (None: not known); [] if there are none.
+def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[str, object, int]:
+    """(question, gold answer, number of choices); with lettered choices and the right letter if it has any.
 
-    GPQA's four columns, or a list `choices` or `options` with the right one's index from 0 or its letter."""
-    options, letters = row.get("choices") or row.get("options"), list(LETTERS)
+    They are GPQA's four columns, or a list `choices` or `options` with the right one's index from 0 or its
+    letter, shuffled (GPQA's first is right) with a seed of the question's own, alike in every run."""
+    options = row.get("choices") or row.get("options")
     if GPQA[1] in row:
-        options, gold, answer = [row[column] for column in GPQA], 0, GPQA[0]
+        options, gold = [row[column] for column in GPQA], 0
     if not options:
-        return [], None
-    if not isinstance(options, list) or len(options) > len(letters):
-        raise UserError(f"{where}: its choices must be a list of at most {len(letters)}.")
-    right = letters.index(gold) if gold in letters else gold
-    if answer and right not in range(len(options)):
-        raise UserError(f"{where}: column '{answer}' must name the right one of the {len(options)} choices.")
-    return options, right
-
-
-def _gold(value, exact: bool) -> str | None:
-    r"""The gold answer as text; None, NaN and empty text are no answer. exact: no normal form of it.
-
-    Of a solution what it ends with: its last \boxed{}, or what follows #### (GSM8K)."""
-    if isinstance(value, dict):  # DAPO's reward_model column
-        value = value.get("ground_truth")
-    values = []
-    for v in value if isinstance(value, list) else [value]:
-        if isinstance(v, str):
-            v = extract_answer(v) if "\\boxed" in v else v.rpartition("####")[2].strip()
-        if v not in (None, "") and v == v:
-            values.append(v)
-    return ", ".join(map(str, values)) or None if exact else normal_gold(values)
+        return text, gold, 0
+    right = LETTERS.index(gold) if gold in list(LETTERS) else gold
+    listed = isinstance(options, list) and len(options) <= len(LETTERS)
+    if not listed or answer and right not in range(len(options)):
+        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
+                        f"'{answer}' must name the right one.")
+    order = random.Random(seed_of("choices", text)).sample(range(len(options)), len(options))
+    lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
+    return "\n".join([text, "", *lines]), LETTERS[order.index(right)] if answer else None, len(options)
 
 
 def _read(name: str) -> tuple[list[dict], str]:
     """The rows of a benchmark, Hub data set or local file, and where they came from."""
-    path = (TOY / TOYS[name]).resolve() if name in TOYS else Path(name).expanduser()
+    folder, _, part = name.partition("_")
+    path = TOY.parent / folder / f"{part or 'train'}.jsonl" if name in TOYS else Path(name).expanduser()
     kind, source = path.suffix.lower(), str(path)
     if kind in FILES and not path.is_file():
         raise UserError(f"there is no file {path}.")
@@ -221,111 +186,99 @@ def _read(name: str) -> tuple[list[dict], str]:
 def _read_json(path: Path) -> list[dict]:
     """The objects of a .json list, or of the lines of a .jsonl file. (`datasets` reads the text "007" as the
     number 7 and does not name the broken line.)"""
-    number, values = 0, []
+    number, rows = 0, []
     try:
         text = path.read_text(encoding="utf-8-sig")  # -sig: some editors write a byte order mark
-        # not splitlines(), which also splits at U+2028
-        lines = text.split("\n") if path.suffix.lower() == ".jsonl" else [text]
-        for number, line in enumerate(lines):
-            if line.strip():
-                values.append(json.loads(line))
+        if path.suffix.lower() == ".json":
+            rows = json.loads(text)
+        else:
+            for number, line in enumerate(text.split("\n")):  # splitlines() also splits at U+2028
+                rows += [json.loads(line)] if line.strip() else []
     except ValueError as error:
         number, reason = number + getattr(error, "lineno", 1), getattr(error, "msg", error)
         raise UserError(f"{path}, line {number} is not valid JSON: {reason}.") from None
-    if path.suffix.lower() == ".json" and values:
-        values = values[0]
-    if not isinstance(values, list) or not all(isinstance(row, dict) for row in values):
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} must hold a list of objects, each with a question.")
-    return values
+    return rows
 
 
 # ------------------------------------------------- prompts ------------------------------------------------
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
-STYLES = ("system", "suffix", "plain")
+STYLES = {
+    "system": [("system", SYSTEM), ("user", "{question}")],
+    "suffix": [("user", "{question}" + SUFFIX)],  # SCRL
+    "plain": [("", "Question: {question}\n" + SYSTEM + "\nAnswer:")],  # no chat template, for base models
+}
 
 
 @lru_cache
-def read_template(path: str) -> list[tuple[str, str]]:
-    """The turns (role, text) of a prompt template; one turn of role "" if it is plain text, for base models.
+def read_template(style: str) -> list[tuple[str, str]]:
+    """The turns (role, text) of a --prompt, one of STYLES or a file; plain text is one turn of role "".
 
-    A line [system], [user] or [assistant] begins a turn. The last is a user turn with {question}; worked
-    examples are turns before it. A relative path is looked up here, then in the repository. Raises UserError
-    for anything else."""
-    file = Path(path).expanduser()
-    file = file if file.exists() else TOY.parent / path
-    wrong = f"--prompt is '{path}', but must be system, suffix, plain or a template file"
+    In a file a line [system], [user] or [assistant] begins a turn. The last is a user turn with {question};
+    worked examples are turns before it. Without such lines it is plain text, for base models. A relative path
+    is looked up here, then in the repository. Raises UserError for anything else."""
+    if style in STYLES:
+        return STYLES[style]
+    file = Path(style).expanduser()
+    file = file if file.exists() else TOY.parent / style
+    wrong = f"--prompt is '{style}', but must be system, suffix, plain or a template file"
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{wrong}: {first_line(error)}.") from None
     before, *parts = re.split(r"^\[(system|user|assistant)\][ \t]*$", text, flags=re.MULTILINE)
-    roles, texts = parts[::2], [part.strip() for part in parts[1::2]]
-    if not roles:
-        roles, texts, before = [""], [before.rstrip("\n")], ""
-    in_order = re.fullmatch("|(system )?(user assistant )*user", " ".join(roles))
-    if before.strip() or not in_order or "{question}" not in texts[-1]:
+    turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
+    if not turns:
+        turns, before = [("", before.rstrip("\n"))], ""
+    in_order = re.fullmatch("|(system )?(user assistant )*user", " ".join(role for role, _ in turns))
+    if before.strip() or not in_order or "{question}" not in turns[-1][1]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
                         "[user] or [assistant], in this order, the last a [user] turn with {question}.")
-    return list(zip(roles, texts))
+    return turns
 
 
 def uses_chat_template(style: str) -> bool:
     """Whether prompts of this --prompt have turns; else they are plain text. Raises UserError."""
-    return style in ("system", "suffix") or style != "plain" and read_template(style)[0][0] != ""
+    return read_template(style)[0][0] != ""
 
 
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may
     add a system turn: see --show_prompt."""
-    if not uses_chat_template(style):
-        return tokenizer.encode(text + "\n\n")
-    return tokenizer.encode(_chat(tokenizer, [("user", text)]), add_special_tokens=False)
+    return _encode(tokenizer, [("user", text) if uses_chat_template(style) else ("", text + "\n\n")])
 
 
 def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
-    system: the instruction is the system turn. suffix: it follows the question (SCRL). plain: no chat
-    template, for base models. Else the path of a template (read_template). Raises UserError if the chat
-    template fails."""
-    text = _prompt_text(tokenizer, question, style)
-    # a chat template brings its own special tokens
-    ids = tokenizer.encode(text, add_special_tokens=not uses_chat_template(style))
+    Raises UserError if the chat template fails."""
+    turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
+    ids = _encode(tokenizer, turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 
-def _prompt_text(tokenizer, question: str, style: str) -> str:
-    if style == "plain":
-        return f"Question: {question}\n{SYSTEM}\nAnswer:"
-    if style == "suffix":
-        return _chat(tokenizer, [("user", question + SUFFIX)])
-    if style != "system":
-        turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
-        return _chat(tokenizer, turns) if uses_chat_template(style) else turns[0][1]
-    try:
-        return _chat(tokenizer, [("system", SYSTEM), ("user", question)])
-    except UserError:  # Gemma's: "System role not supported"; or it leaves the turn out
-        toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
-        if tokenizer.chat_template == toys:  # the toy has never seen an instruction
-            return _chat(tokenizer, [("user", question)])
-        text = _chat(tokenizer, [("user", f"{SYSTEM}\n\n{question}")])
-        say_once(f"the chat template of {tokenizer.name_or_path} has no system role: the instruction is put "
-                 "before the question, in the user turn")
-        return text
+def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
+    """Token ids of these turns (role, text); of one of role "" without a chat template.
 
-
-def _chat(tokenizer, turns: list[tuple[str, str]]) -> str:
-    """The text of these turns (role, text). Raises UserError if the chat template fails or leaves one out."""
+    Raises UserError if the chat template fails or leaves a turn out. If that turn is the instruction, since
+    there is no system role (Gemma), it is put before the question, in the user turn."""
+    if not turns[0][0]:
+        return tokenizer.encode(turns[0][1])
     try:
         chat = [dict(role=role, content=content) for role, content in turns]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         if missing := [role for role, content in turns if content.strip() not in text]:
             raise ValueError(f"it leaves out the [{missing[0]}] turn")
-        return text
     except Exception as error:
-        raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); fix it "
-                        "or give --prompt plain.") from None
+        if turns[0] != ("system", SYSTEM):
+            raise UserError(f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); fix "
+                            "it or give --prompt plain.") from None
+        toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+        instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
+        return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
+    return tokenizer.encode(text, add_special_tokens=False)  # a chat template brings its own special tokens
 
 
 def show_prompt(tokenizer, prompt_ids: list[int]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from importlib import import_module, util
-from pathlib import Path
+from importlib import resources, util
 
 import torch
 from transformers.utils import cached_file
@@ -35,8 +34,7 @@ class Embedder:
                             "install -r requirements-cpu.txt, or give --embedder words.")
         try:
             if name.startswith("package:"):
-                package = import_module(name.removeprefix("package:"))
-                self.path = str(Path(package.__file__).parent / "model")
+                self.path = str(resources.files(name.removeprefix("package:")) / "model")
             if name != "words":
                 cached_file(self.path, "modules.json")  # without it, any language model would be pooled
         except Exception as error:

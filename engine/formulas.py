@@ -1,11 +1,11 @@
 r"""The keys of formulas: their values at a few points, found in another process that may hang or die.
 
 Every formula is computed once (the last 100,000 are remembered), within one second of processor time; one
-that takes longer is compared as text. Honest formulas take 2 to 300 ms. There is no other bound: a policy
-that learned to write slow formulas could take a second of every step for each of them.
+that takes longer is compared as text, and another process is started, which takes a few seconds. Honest
+formulas take 2 to 300 ms. There is no other bound: a policy that learned to write slow formulas could take
+these seconds of every step for each of them.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -28,41 +28,36 @@ given_up: set[str] = set()
 _worker: subprocess.Popen | None = None
 
 
-def formula_key(s: str) -> str | None:
+@lru_cache(maxsize=100_000)
+def formula_key(formula: str) -> str | None:
     """The key of a formula or an equation; None if it cannot be computed: compared by normal form then.
 
     Refused at once: words, numbers in other bases (52_8), sums, integrals, towers, large factorials.
     """
-    if len(s) > 200 or _REFUSED.search(s) or not set(re.findall(r"\\([a-zA-Z]+|.)", s)) <= _COMMANDS:
+    commands = set(re.findall(r"\\([a-zA-Z]+|.)", formula))
+    if len(formula) > 200 or _REFUSED.search(formula) or not commands <= _COMMANDS:
         return None
-    return _computed(s)
-
-
-def _exact(match: re.Match) -> str:
-    whole, decimals = match.groups()
-    return rf"\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
-
-
-@lru_cache(maxsize=100_000)
-def _computed(s: str) -> str | None:
-    """The worker's key of a formula; None if it has none or is given up."""
-    formula = s
-    s = re.sub(r"(\d+)\.(\d+)", _exact, s)  # 0.1 is \frac{01}{10}, not a float
+    s = re.sub(r"(\d+)\.(\d+)", _exact, formula)
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
     s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
     worker = _running_worker()
     try:
-        worker.stdin.write(s + "\n")
-        worker.stdin.flush()
-        reply = worker.stdout.readline() or "0"
+        print(s, file=worker.stdin, flush=True)
+        reply = worker.stdout.readline()
     except BaseException:  # never read the reply to this question as the reply to the next one
         worker.kill()
         raise
-    key = json.loads(reply)
-    if key == 0:
+    if not reply:
         given_up.add(formula)
-    return key or None
+        worker.wait()
+    return reply.strip() or None
+
+
+def _exact(decimal: re.Match) -> str:
+    r"""0.1 is \frac{01}{10}, not a float."""
+    whole, decimals = decimal.groups()
+    return rf"\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
 
 
 def _running_worker() -> subprocess.Popen:
@@ -76,22 +71,31 @@ def _running_worker() -> subprocess.Popen:
     return _worker
 
 
-# ------------------------------------------------------------------------------------------------------------
-# From here on: inside the worker
-# ------------------------------------------------------------------------------------------------------------
+# -------------------------------------- from here on: inside the worker ------------------------------------
+if __name__ == "__main__":  # the training process has no need of these
+    import resource
+    import signal
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from sympy.core.function import AppliedUndef
+
+
 def _value_key(latex: str) -> str | None:
     """An exact rational, or 40 digits of the value; with symbols, of the values at six points.
 
     Both sides of an equation may be multiplied by a constant: the values are divided by the first.
     """
-    import sympy
-
-    sides = [_parse(side) for side in latex.split("=")]
+    config = ConversionConfig(lowercase_symbols=False)
+    options = dict(convert_degrees=True, normalization_config=None, conversion_config=config)
+    sides = [latex2sympy(side, **options) for side in latex.split("=")]
     is_equation = len(sides) == 2
     expr = sides[0] - sides[1] if is_equation else sides[0]
     if expr.has(sympy.Derivative):  # dx/dt would be 0
         return None
-    expr = _with_plain_symbols(expr.doit())
+    expr = expr.doit()
+    # symbols without assumptions; f(x) is one unknown; i is the imaginary unit
+    symbols = {x: sympy.Symbol(str(x)) for x in expr.free_symbols | expr.atoms(AppliedUndef)}
+    expr = expr.xreplace(symbols).xreplace({sympy.Symbol("i"): sympy.I})
     if expr.is_Rational and not is_equation:
         return str(expr)
     values = _values_at_points(expr)
@@ -111,33 +115,11 @@ def _value_key(latex: str) -> str | None:
     return ("=" if is_equation else "~") + " ".join(keys)
 
 
-def _parse(latex: str):
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-
-    config = ConversionConfig(lowercase_symbols=False)
-    return latex2sympy(latex, convert_degrees=True, normalization_config=None, conversion_config=config)
-
-
-def _with_plain_symbols(expr):
-    """Symbols without assumptions; f(x) is one unknown; i is the imaginary unit."""
-    import sympy
-    from sympy.core.function import AppliedUndef
-
-    unknowns = expr.free_symbols | expr.atoms(AppliedUndef)
-    names = {unknown: sympy.Symbol(str(unknown)) for unknown in unknowns}
-    return expr.xreplace(names).xreplace({sympy.Symbol("i"): sympy.I})
-
-
 def _values_at_points(expr) -> list:
     """70 digits at each of six points (60 if something is rounded); a single value without symbols."""
-    import sympy
-
     whole = expr.has(sympy.floor, sympy.ceiling)
-    points = 1
-    if expr.free_symbols:
-        points = 60 if whole else 6
     values = []
-    for point in range(points):
+    for point in range(60 if whole else 6) if expr.free_symbols else [0]:
         coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
         values.append(expr.xreplace(coordinates).evalf(70))
     return values
@@ -145,8 +127,6 @@ def _values_at_points(expr) -> list:
 
 def _coordinate(name: str, point: int, whole: bool):
     """The value of the symbol `name` at a point: the same in every formula."""
-    import sympy
-
     seed = crc32(name.encode())
     if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
         return sympy.Integer(1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4])
@@ -160,53 +140,33 @@ def _coordinate(name: str, point: int, whole: bool):
 
 def _real_and_imaginary(value) -> list:
     """[real part, imaginary part]."""
-    import sympy
-
     # evalf marks a difference that cancelled to nothing by a precision of one bit
     return [p if p.is_Float and p._prec > 1 else sympy.Float(0) for p in value.as_real_imag()]
 
 
 def _serve() -> None:
-    """The worker process: a formula per line in; out its key, null if it has none, 0 if it was given up.
+    """The worker process: a formula per line in; out its key, an empty line if it has none.
 
-    A forked child does the work within one second of processor time. When it is killed, because it hangs in a
-    tower of powers or eats the memory, the next child is there at once, with everything imported. (Signals
-    would need the main thread, and cannot interrupt a multiplication of huge integers; processor time does
-    not depend on who else runs.)
+    One that hangs, in a tower of powers, ends the process after one second of processor time. (A handler in
+    Python could not interrupt a multiplication of huge integers; processor time does not depend on who else
+    runs.)
     """
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends when its parent does: its input is closed
-    _value_key(r"\frac{1}{2}x^{2}+\sqrt{2}-\sin(x)\cdot\pi")  # fills the parser's tables for all children
-    replies = os.dup(1)
+    _value_key(r"\frac{1}{2}x^{2}+\sqrt{2}-\sin(x)\cdot\pi")  # fills the parser's tables
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    print("ready", flush=True)
+    replies = os.fdopen(os.dup(1), "w")
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.write(replies, b"ready\n")
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    while True:
-        child = os.fork()
-        if child == 0:
-            _answer_questions(replies)
-            os._exit(0)
-        if os.waitpid(child, 0)[1] == 0:
-            return
-        os.write(replies, b"0\n")
-
-
-def _answer_questions(replies: int) -> None:
-    """Runs in the child of the worker, until the input ends or a formula takes more than its second."""
-    import resource
-    import signal
-
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    for line in open(0, "rb", buffering=0):  # unbuffered: what the child has not read is the next child's
+    for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, 1.0)
         try:
-            key = _value_key(line.decode().strip())
+            key = _value_key(line.strip())
         except Exception:
             key = None
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, json.dumps(key).encode() + b"\n")
+        print(key or "", file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 from engine.base import gather, write_atomically
@@ -13,15 +12,13 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
     """{problem id: (majority answer, its votes)} from --votes responses of the initial model.
 
     Few large engine calls (about 8,192 responses per rank), each stored with the run as it ends, so that a
-    killed run goes on. What is stored is used only if all that it depends on is the same (`depends`)."""
+    killed run goes on. What was stored with other flags is not used (--resume refuses other prompts, weights
+    or another seed)."""
     args, path = run.args, run.out / "initial_votes.jsonl"
-    prompts = [p.prompt_ids for p in run.problems]
-    weights = run.folder.identity["the weights of --model"]
-    depends = [weights, prompts, args.votes, args.seed, args.temperature, args.max_new_tokens]
-    key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
-    lines = path.read_text().splitlines() if run.rank == 0 and args.resume and path.is_file() else []
+    flags = [args.votes, args.temperature, args.max_new_tokens]
+    lines = path.read_text().splitlines() if run.rank == 0 and path.is_file() else []
     stored = [json.loads(line) for line in gather(lines)[0]]
-    votes = {record["id"]: (record["answer"], record["votes"]) for record in stored if record["key"] == key}
+    votes = {r["id"]: (r["answer"], r["votes"]) for r in stored if r["flags"] == flags}
     todo = [p for p in run.problems if p.id not in votes]
     if todo:
         run.sampler.load(run.policy.named_tensors(run.dtype))
@@ -32,7 +29,7 @@ def initial_votes(run, prompts_per_call: int = 0) -> dict[int, tuple[str | None,
         for problem, responses in zip(part, run.sample(part, args.votes)):
             votes[problem.id] = count_votes(problem, responses)
         if run.rank == 0:
-            records = [dict(key=key, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
+            records = [dict(flags=flags, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     run.sampler.sleep()
     return votes

@@ -46,11 +46,11 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 
 
 def grade(problem, responses: list) -> dict:
-    """Verdicts of one problem's responses against its gold answer, as plain numbers."""
+    """Verdicts of one problem's responses against its gold answer; right: the classes that are."""
     classes = problem.classes([r.answer for r in responses])
     right = {c for c in set(classes) - {None} if problem.is_right(responses[classes.index(c)].answer)}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
-                majority=majority(classes) in right, length=[r.length for r in responses],
+                right=right, majority=majority(classes) in right, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))
@@ -71,16 +71,11 @@ def summary(graded: list[dict]) -> dict[str, float]:
         for k in powers:
             row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)
         for k in sorted({*powers, samples}):
-            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], right_classes(g), k) for g in known)
+            row[f"maj@{k}"] = mean(maj_at_k(g["classes"], g["right"], k) for g in known)
     for name in ("length", "answered", "truncated"):
         row[name] = mean(mean(g[name]) for g in graded)
     row["distinct"] = mean(g["distinct"] for g in graded)
     return row
-
-
-def right_classes(verdicts: dict) -> set[int]:
-    """The answer classes that are right, from what `grade` returned."""
-    return {c for c, correct in zip(verdicts["classes"], verdicts["correct"]) if correct}
 
 
 def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:
@@ -93,12 +88,11 @@ def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:
         if verdicts["known"]:
             found.setdefault(max(votes.values(), default=0), []).append(verdicts)
     table = {}
-    for votes in sorted(found):
-        row = dict(problems=len(found[votes]))
-        row["pass@1"] = mean(mean(verdicts["correct"]) for verdicts in found[votes])
-        row["pass@n"] = mean(any(verdicts["correct"]) for verdicts in found[votes])
-        row["maj@n"] = mean(verdicts["majority"] for verdicts in found[votes])
-        table[votes] = row
+    for votes, part in sorted(found.items()):
+        table[votes] = {"problems": len(part),
+                        "pass@1": mean(mean(verdicts["correct"]) for verdicts in part),
+                        "pass@n": mean(any(verdicts["correct"]) for verdicts in part),
+                        "maj@n": mean(verdicts["majority"] for verdicts in part)}
     return table
 
 
@@ -119,26 +113,25 @@ def step_metrics(groups: list[dict]) -> dict[str, float]:
 
 def group_metrics(group: dict) -> dict[str, float]:
     """One prompt's votes: all that can be said without gold, and, if there is gold, how right they are."""
-    responses, rewards, label = group["responses"], group["rewards"], group["label"]
+    prompt, responses, label = group["prompt"], group["responses"], group["label"]
     trained = [r for i, r in enumerate(responses) if i in group["trained"]]
-    prompt = group["prompt"]
-    answers = prompt.classes([r.answer for r in responses])
-    counts = {c: answers.count(c) for c in answers if c is not None}
+    verdicts = grade(prompt, responses)
+    votes = Counter(c for c in verdicts["classes"] if c is not None)
     row = dict(
-        reward=mean(rewards),
-        majority_ratio=max(counts.values(), default=0) / len(answers),      # of the most frequent answer
+        reward=mean(group["rewards"]),
+        majority_ratio=max(votes.values(), default=0) / len(responses),     # of the most frequent answer
         zero_variance=float(all(r.advantage == 0 for r in trained)),        # this prompt teaches nothing
-        distinct=len({r.text for r in responses}) / len(responses),         # different texts
-        distinct_answers=len(counts),
+        distinct=verdicts["distinct"],                                      # different texts
+        distinct_answers=len(votes),
         label_coverage=float(bool(label)),                                  # the script did not abstain
         negative_coverage=float(bool(group["negatives"])))
     if winners := [r.advantage for r in trained if r.advantage > 0]:
         row["positive_advantage"] = mean(winners)  # ETTRL Figure 3
     if prompt.answer is None:
         return row
-    right_classes = {c for c in counts if prompt.is_right(responses[answers.index(c)].answer)}
-    correct = [c in right_classes for c in answers]
+    correct = verdicts["correct"]
     row["batch_pass@1"] = mean(correct)
+    row["majority_accuracy"] = float(verdicts["majority"])
     scored = [(r.mean(r.entropy), ok) for r, ok in zip(responses, correct) if r.entropy is not None]
     for name, wanted in (("entropy_right", True), ("entropy_wrong", False)):  # SCRL Table 8
         if any(ok == wanted for _, ok in scored):
@@ -146,15 +139,11 @@ def group_metrics(group: dict) -> dict[str, float]:
     if group["negatives"]:
         wrong = [responses[group["classes"].index(c)].answer for c in group["negatives"]]
         row["negative_accuracy"] = mean(not prompt.is_right(answer) for answer in wrong)
-    row["majority_accuracy"] = float(bool(counts) and max(counts, key=counts.get) in right_classes)
     if label:  # the script did not abstain: is its label right, and how many responses did it judge rightly?
-        weight = sum(label.values())
-        judged = []
-        for c, share in label.items():
-            members = [own == c for own in group["classes"]]
-            agree = mean(member == ok for member, ok in zip(members, correct))
-            right = mean(ok for member, ok in zip(members, correct) if member)
-            judged.append((share / weight, right, agree))
-        row["label_accuracy"] = sum(share * right for share, right, _ in judged)
-        row["reward_accuracy"] = sum(share * agree for share, _, agree in judged)
+        row["label_accuracy"] = row["reward_accuracy"] = 0.0
+    for c, weight in label.items():
+        share = weight / sum(label.values())
+        members = [own == c for own in group["classes"]]
+        row["label_accuracy"] += share * mean(ok for member, ok in zip(members, correct) if member)
+        row["reward_accuracy"] += share * mean(member == ok for member, ok in zip(members, correct))
     return row

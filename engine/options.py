@@ -48,11 +48,10 @@ def overrides_of(args_class: type, toy: dict, model: str | None) -> dict:
     if model not in (None, "", "smollm2"):
         return {}
     overrides = dict(toy)
-    for name, value in SMOLLM2.items() if model else ():
-        field = args_class.__dataclass_fields__.get(name)
-        preset = field and field.default is None  # evaluate.py: its --preset has them
-        if field and not preset and toy.get(name) != "":  # no --dataset: Dynamic RL
-            overrides[name] = value
+    for field in dataclasses.fields(args_class) if model else ():
+        # not what evaluate.py's --preset has (None), and no --dataset for Dynamic RL ("")
+        if field.name in SMOLLM2 and field.default is not None and toy.get(field.name) != "":
+            overrides[field.name] = SMOLLM2[field.name]
     return overrides
 
 
@@ -60,16 +59,15 @@ def parse(args_class: type, toy: dict):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
-    model = dict(zip(words, [*words[1:], ""])).get("--model")
-    overrides = {} if {"-h", "--help"} & set(words) else overrides_of(args_class, toy, model)
-    args = tyro.cli(args_class, default=args_class(**overrides), description=description)
+    args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
     if getattr(args, "resume", False):
         return parse_resumed(args_class, args, description)
+    overrides = overrides_of(args_class, toy, args.model)
+    if overrides:
+        args = tyro.cli(args_class, default=args_class(**overrides), description=description)
     if overrides and rank_from_environment() == 0:
-        which = "--model smollm2 runs" if model else "No --model given, so this runs the built-in toy"
-        given = {word.lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
-        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if k not in given)
+        which = "--model smollm2 runs" if args.model else "No --model given, so this runs the built-in toy"
+        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if getattr(args, k) == v)
         print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
     return args
 

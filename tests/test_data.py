@@ -66,9 +66,9 @@ BAD_FILES = {
     "GPQA, two choices": ("a.jsonl", '{"Question": "p", "Correct Answer": "y", "Incorrect Answer 1": "x"}',
                           "row 1 has no column 'Incorrect Answer 2'"),
     "no right choice": ("a.jsonl", '{"question": "p", "choices": ["x", "y"], "answer": "C"}',
-                        "row 1: column 'answer' must name the right one of the 2 ch"),
+                        "row 1: its choices must be a list of at most 10, and column 'answer'"),
     "choices are text": ("a.jsonl", '{"question": "q", "options": "x, y", "answer": "A"}',
-                         "row 1: its choices must be a list of at most 10."),
+                         "row 1: its choices must be a list of at most 10, and"),
 }
 
 
@@ -86,7 +86,7 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
 @pytest.mark.parametrize("row, answer", [
     ({"Question": "q", "Answer": "7"}, "7"),
     ({"question": "q", "final_answer": ["3"]}, "3"),
-    ({"prompt": "q", "answer": 142.0}, "142"),
+    ({"prompt": "q", "answer": 142}, "142"),
     ({"problem": "q"}, None),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": 1}, "1"),
@@ -157,17 +157,10 @@ def rows_of(name, count):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_no_warning_of_a_benchmark_of_another_size(name, hub, capsys):
-    benchmark = BENCHMARKS[name]
-    hub.rows = rows_of(name, benchmark.size)
+def test_the_columns_of_a_benchmark_are_not_read_or_a_problem_is_kept_twice(name, hub):
+    hub.rows = 3 * rows_of(name, 4)
     problems = load_problems(name)
-    assert len(problems) == benchmark.size and all(p.answer for p in problems)
-    hub.rows = 32 * hub.rows if benchmark.size < 100 else hub.rows  # some sets hold each problem so often
-    assert len(load_problems(name)) == benchmark.size and "Warning" not in capsys.readouterr().out
-    hub.rows = hub.rows[:2]
-    load_problems(name)
-    warning = f"Warning: {name} should have {benchmark.size} problems, but {benchmark.hub_id} has 2."
-    assert warning in capsys.readouterr().out
+    assert len(problems) == 4 and all(p.answer for p in problems)
 
 
 def test_other_subjects_or_splits_than_the_tables_are_read(hub):
@@ -279,12 +272,8 @@ def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
 
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])
-def test_without_a_system_role_the_instruction_is_lost(template, capsys):
-    data.say_once.cache_clear()
+def test_without_a_system_role_the_instruction_is_lost(template):
     tokenizer = toy_tokenizer(template)
     suffix = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?", "suffix"))
-    for _ in range(3):
-        text = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?"))
+    text = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?"))
     assert text == suffix.replace(f"1+1?{SUFFIX}", f"{SYSTEM}\n\n1+1?")
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "has no system role" in said

@@ -161,8 +161,8 @@ def logged(watch):
     names = set()
     for script in SCRIPTS:
         names |= set().union(*watch(script).metrics)
-    verdicts = dict(known=True, correct=[True] * 4, classes=[0] * 4, majority=True, length=[9] * 4,
-                    answered=[True] * 4, truncated=[False] * 4, distinct=1.0)
+    verdicts = dict(known=True, correct=[True] * 4, classes=[0] * 4, right={0}, majority=True,
+                    length=[9] * 4, answered=[True] * 4, truncated=[False] * 4, distinct=1.0)
     stub = mock.Mock(benchmarks=dict(toy=[], train=[]), args=SimpleNamespace(eval_greedy=True))
     stub.evaluate_benchmark.return_value = [(verdicts, [])]
     names |= set(common.Run.evaluate(stub))

@@ -62,10 +62,12 @@ def make() -> None:
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
     split = tokenizer.backend_tokenizer.pre_tokenizer  # the file does not say that this model splits digits
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), split])
-    model.save_pretrained(FOLDER)
-    tokenizer.save_pretrained(FOLDER)
+    partial = FOLDER.with_name(".smollm2.partial")  # renamed at the end: there is no half folder
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     for name, rows in problems().items():
-        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.rename(FOLDER)
 
 
 # ------------------------------------------------- problems -------------------------------------------------

@@ -96,6 +96,7 @@ def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple
         state = json.loads((folder / "state.json").read_text())
         if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
             raise ValueError("its files are not those that were written")
+        HuggingFaceStorageReader(str(folder)).read_metadata()
         return state["step"], dict(state["script"])
 
     def load() -> None:

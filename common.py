@@ -45,7 +45,7 @@ from engine.metrics import grade, mean, step_metrics, summary
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Seed
 from engine.options import Share, out_of_range
 from engine.plan import check_plan, print_plan
-from engine.policy import Policy, Request, Rollout, load_model, twin
+from engine.policy import Policy, Request, Rollout, load_model
 from engine.runfolder import RunFolder
 from engine.smollm2 import smollm2_folder
 
@@ -344,9 +344,9 @@ class Run:
             self.say(f"Reading the weights of {self.model_path} ...")
             loaded = load_model(self.model_path, args.trust_remote_code)
             self.folder.identify({"the weights of --model": setup.weights_digest(loaded)})
-            initial = twin(loaded) if args.kl_coef else None  # of the same read
             self.policy = self._load_policy(loaded, trainable=True)
-            if initial:
+            if args.kl_coef:  # memory-mapped: the second read takes no memory
+                initial = load_model(self.model_path, args.trust_remote_code)
                 self.reference = self._load_policy(initial, trainable=False)  # frozen
         if self.engine == "vllm":
             self.say("Starting vLLM (on a GPU it compiles for minutes) ...")
@@ -368,9 +368,9 @@ class Run:
         args, gpu = self.args, self.device.type == "cuda"
         recompute = gpu if args.gradient_checkpointing == "auto" else args.gradient_checkpointing == "on"
         offload = args.offload == "optimizer" or (args.offload == "reference" and not trainable)
-        return Policy(self.model_path, self.device, self.dtype, trainable, gradient_checkpointing=recompute,
-                      micro_tokens=args.micro_tokens, plain=args.plain, offload=offload, loaded=loaded,
-                      max_length=self.longest, trust_remote_code=args.trust_remote_code)
+        return Policy(loaded, self.device, self.dtype, trainable, gradient_checkpointing=recompute,
+                      micro_tokens=args.micro_tokens, plain=args.plain, max_length=self.longest,
+                      offload=offload)
 
     # -- around the loop -------------------------------------------------------------------------------------
     def start(self, optimizer) -> None:
@@ -466,7 +466,7 @@ class Run:
         text = f"A step takes {seconds:.1f} s: {duration(len(steps) * seconds)} for the {len(steps)} left"
         if evaluations and self.evaluation_seconds:
             text += f", and {duration(evaluations * self.evaluation_seconds)} for {evaluations} evaluations"
-        self.folder.write(text + ".")
+        self.say(text + ".")
 
     def finish(self) -> None:
         """The final model, the first and last evaluation side by side, where the time went."""
@@ -695,7 +695,6 @@ class Run:
                 metrics[f"eval/{name}/greedy"] = row.get("pass@1", math.nan)
         rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
         self.evaluation_seconds = time.monotonic() - began
-        self.folder.after_evaluation(self.evaluation_seconds)
         return metrics | ({"eval/mean/pass@1": mean(rates)} if len(rates) > 1 else {})
 
     def evaluate_benchmark(self, name: str, problems: list[Problem],

@@ -176,8 +176,7 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
     """The response that follows the trunk up to (not including) `position` and the branch from there on."""
     return Rollout(trunk.prompt_ids, trunk.response_ids[:position] + branch.response_ids,
-                   torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished,
-                   forked=(trunk, position))
+                   torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished)
 
 
 def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 class UserError(Exception):
@@ -43,6 +44,24 @@ def gather(item) -> list:
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+def on_all_ranks(work, sentence=str) -> list:
+    """What work() returns on every rank. If it fails on one, all raise UserError: with the text of its own,
+    or with sentence(kind and first line of another error)."""
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as e:
+        error = str(e)
+    except (Exception, CheckpointException) as e:
+        if isinstance(e, CheckpointException):  # of any rank
+            e = next(iter(e.failures.values()))[0]
+        error = sentence(f"{type(e).__name__} {first_line(e)}")
+    results = gather((result, error))
+    if error := next((error for _, error in results if error), None):
+        raise UserError(error)
+    return [result for result, _ in results]
 
 
 def same_on_all_ranks(mine: dict) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
+from engine.base import UserError, distributed, on_all_ranks, rank_and_ranks, write_atomically
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -54,20 +53,9 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     final = run_folder / "checkpoints" / f"step_{step:08d}"
     partial = final.with_suffix(".partial")
 
-    def on_all_ranks(work) -> list:
-        """What work() returns on every rank. If it fails on one, all raise."""
-        result, error = None, None
-        try:
-            result = work()
-        except (Exception, CheckpointException) as e:  # full disk, lost mount
-            error = reason_of(e)
-        results = gather((result, error))
-        if error := next((error for _, error in results if error), None):
-            if rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(f"the checkpoint of step {step} could not be written to {final.parent} "
-                            f"({error}); the last good checkpoint is {newest(run_folder)}.")
-        return [result for result, _ in results]
+    def failed(reason: str) -> str:  # full disk, lost mount
+        return (f"the checkpoint of step {step} could not be written to {final.parent} ({reason}); the last "
+                f"good checkpoint is {newest(run_folder)}.")
 
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)
@@ -90,48 +78,40 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        # the newer ones are damaged: `restore` passed over them
-        newer = [folder for folder in complete(run_folder) if folder.name > final.name]
-        for folder in newer + complete(run_folder)[len(newer) + keep:]:
+        # newer ones are damaged: `restore` passed over them
+        good = [folder for folder in complete(run_folder) if folder.name <= final.name][:keep]
+        for folder in set(complete(run_folder)) - set(good):
             shutil.rmtree(folder)
 
-    written = set().union(*on_all_ranks(write))
-    on_all_ranks(publish)
-
-
-def reason_of(error: BaseException) -> str:
-    """One line: the first of the error, or of the first rank's."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    written = set().union(*on_all_ranks(write, failed))
+    on_all_ranks(publish, failed)
 
 
 def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple[int, dict]:
     """Load the newest checkpoint that is complete: its files have the sizes they were written with.
 
     Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
-    (every: steps between checkpoints). Raises UserError if one was, or if it is of another model."""
+    (every: steps between checkpoints). Raises UserError if one was."""
+    def read_state() -> tuple[int, dict]:
+        state = json.loads((folder / "state.json").read_text())
+        if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
+            raise ValueError("its files are not those that were written")
+        HuggingFaceStorageReader(str(folder)).read_metadata()
+        return state["step"], dict(state["script"])
+
+    def load() -> None:
+        reader = HuggingFaceStorageReader(str(folder))
+        dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
+
     for folder in (run_folder / "checkpoints").glob("*.partial") if rank_and_ranks()[0] == 0 else ():
         shutil.rmtree(folder)  # a killed run's
     for folder in complete(run_folder):
-        step, script, error = 0, {}, None
         try:
-            state = json.loads((folder / "state.json").read_text())
-            step, script = int(folder.name[5:]), dict(state["script"])
-            if state["step"] != step or state["files"] != sizes(folder):
-                raise ValueError("its files are not those that were written")
-            reader = HuggingFaceStorageReader(str(folder))
-            reader.read_metadata()
-        except Exception as e:
-            error = f"{type(e).__name__} {reason_of(e)}"
-        if error := next((e for e in gather(error) if e), None):
+            (step, script), *_ = on_all_ranks(read_state)
+            on_all_ranks(load)  # what it has loaded before it fails, the next one overwrites
+        except UserError as error:
             say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
             continue
-        try:
-            dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
-        except (Exception, CheckpointException) as e:
-            raise UserError(f"{folder} does not fit --model: it is a checkpoint of another model or version "
-                            f"({reason_of(e)}).") from None
         say(f"Resumed from {folder}")
         return step, script
     log = run_folder / "metrics.jsonl"

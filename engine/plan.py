@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from engine.base import UserError, rank_from_environment
 
 GIB = 2 ** 30
-MOST_SEQUENCES = 256                # that vLLM decodes at a time
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
 HEAD_CHUNK = 2 ** 28                # logits that exist at a time: LogProbs.ELEMENTS["cuda"] of engine/fast.py
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
@@ -31,80 +28,73 @@ REMEDIES = dict(
     cache="a larger --gpu_memory, --tensor_parallel, fewer --max_new_tokens")
 
 
-def shape_of(config) -> SimpleNamespace:
-    """Sizes of a decoder, from its transformers config. q, kv: width of all query heads, of all key (or
-    value) heads. weights: its parameters, counted in a model without memory; root: those of embeddings and
-    (untied) head, which FSDP gathers together; layer: those of one layer."""
-    text = config.get_text_config()
-    heads, hidden = text.num_attention_heads, text.hidden_size
-    head_size = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    trusted = type(config).__module__.startswith("transformers_modules")  # its code has run already
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
-    layers, weights = text.num_hidden_layers, sum(p.numel() for p in model.parameters())
-    root = text.vocab_size * hidden * (1 if text.tie_word_embeddings else 2)
-    return SimpleNamespace(layers=layers, hidden=hidden, vocabulary=text.vocab_size,
-                           inner=getattr(text, "intermediate_size", None) or 4 * hidden,
-                           q=heads * head_size, kv=kv_heads * head_size,
-                           weights=weights, root=root, layer=(weights - root) // layers)
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Bytes that a run takes of each of its GPUs, which have `gpu` bytes. args: those of a script; shape: see
-    shape_of."""
-    args: object
-    shape: SimpleNamespace
-    ranks: int
-    gpu: float
-    micro_tokens: int
-    train: bool
-    """False: an evaluation, in which the sampler is alone."""
+    """Bytes that a run takes of each of its GPUs: --gpus of --gpu_gib, else the ranks and GPUs here, without
+    a GPU 80 GiB. --micro_tokens 0 becomes the largest of MICRO_TOKENS that fits, else one sequence."""
 
-    @property
-    def c(self) -> int:
-        """Bytes of a number in the compute type."""
-        return 4 if self.args.dtype == "float32" else 2
+    def __init__(self, args, config, train: bool = True):
+        """args: of a script. config: the model's. train False: an evaluation, the sampler is alone.
 
-    @property
-    def length(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
-        return self.args.max_prompt_tokens + self.args.max_new_tokens
+        q, kv: width of all query heads, of all key (or value) heads. weights: the parameters, counted in a
+        model without memory; root: those of embeddings and (untied) head, which FSDP gathers together; layer:
+        those of one layer."""
+        self.args, self.train = args, train
+        self.ranks, self.gpu = args.gpus or int(os.environ.get("WORLD_SIZE", 1)), (args.gpu_gib or 80.0) * GIB
+        if torch.cuda.is_available() and not args.gpu_gib:
+            self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
+        self.c = 4 if args.dtype == "float32" else 2  # bytes of a number in the compute type
+        self.length = args.max_prompt_tokens + args.max_new_tokens  # of the longest prompt and response
+        text = config.get_text_config()
+        self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
+        self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
+        head_size = getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads
+        self.q = text.num_attention_heads * head_size
+        self.kv = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
+        trusted = type(config).__module__.startswith("transformers_modules")  # its code has run already
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        self.weights = sum(p.numel() for p in model.parameters())
+        self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
+        self.layer = (self.weights - self.root) // self.layers
+        for tokens in [args.micro_tokens] if args.micro_tokens else [*MICRO_TOKENS, 1]:
+            self.micro_tokens = tokens
+            if not self.misfit():
+                break
 
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
-        a, s, c = self.args, self.shape, self.c
-        head, shard, offload = s.vocabulary * s.hidden, s.weights / self.ranks, a.offload == "optimizer"
+        a, c = self.args, self.c
         sampler = {"vLLM": a.gpu_memory * self.gpu}
         if not self.train:
             return dict(sampling=sampler)
+        head, shard = self.vocabulary * self.hidden, self.weights / self.ranks
+        offload = a.offload == "optimizer"
         stays = {"weights and Adam": 4 * head / self.ranks if offload else 12 * shard,
                  "reference": c * shard if a.kl_coef > 0 and a.offload == "none" else 0}
         rows = -(-a.prompts_per_batch * a.train_samples // a.num_minibatches)
         tokens = max(self.length, min(self.micro_tokens, rows * self.length // self.ranks))
         # kept for the backward pass: norms (Qwen3: of q and k, too), q, k, v, output, gate, up, their product
-        layer = c * tokens * (8 * s.hidden + 4 * s.inner + 6 * s.q + 4 * s.kv)
-        inputs = c * tokens * s.hidden * s.layers
+        layer = c * tokens * (8 * self.hidden + 4 * self.inner + 6 * self.q + 4 * self.kv)
+        inputs = c * tokens * self.hidden * self.layers
         update = {"gradients": 0 if offload else 4 * shard,
-                  "gathered weights": c * (s.root + 2 * s.layer),
-                  "activations": s.layers * layer if a.gradient_checkpointing == "off" else inputs + layer,
-                  "logits": (4 + c) * min(HEAD_CHUNK, tokens * s.vocabulary),
+                  "gathered weights": c * (self.root + 2 * self.layer),
+                  "activations": self.layers * layer if a.gradient_checkpointing == "off" else inputs + layer,
+                  "logits": (4 + c) * min(HEAD_CHUNK, tokens * self.vocabulary),
                   "gradient of the head": 4 * head, "vLLM": ASLEEP}
-        sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * s.weights / a.tensor_parallel}
+        sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / a.tensor_parallel}
         return dict(sampling=stays | sampler, update=stays | update, sync=stays | sync)
 
     def cached_sequences(self) -> int:
         """Sequences of full length whose keys and values fit into vLLM's share beside its weights."""
-        a, s = self.args, self.shape
-        room = a.gpu_memory * self.gpu - self.c * s.weights / a.tensor_parallel - WORKSPACE
-        return int(max(0, room) / (2 * self.c * s.layers * s.kv / a.tensor_parallel * self.length))
+        parallel = self.args.tensor_parallel
+        room = self.args.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
+        return int(max(0, room) / (2 * self.c * self.layers * self.kv / parallel * self.length))
 
     def offloaded(self) -> float:
         """Bytes of host memory that --offload takes on a node of up to 8 GPUs."""
         adam = 16 if self.args.offload == "optimizer" else 0
         reference = self.c if self.args.kl_coef > 0 and self.args.offload != "none" else 0
-        return (adam + reference) * self.shape.weights * min(self.ranks, 8) / self.ranks
+        return (adam + reference) * self.weights * min(self.ranks, 8) / self.ranks
 
     def misfit(self) -> str:
         """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
@@ -127,47 +117,30 @@ class Plan:
 
     def table(self) -> str:
         """GiB of each GPU by phase, vLLM's room for sequences, host memory, and the verdict."""
-        phases = self.phases()
-        lines = [f"Plan for {self.ranks} GPU(s) of {self.gpu / GIB:g} GiB; {self.shape.weights / 1e9:.2f}e9 "
+        phases = {phase: parts | {"together": sum(parts.values())} for phase, parts in self.phases().items()}
+        lines = [f"Plan for {self.ranks} GPU(s) of {self.gpu / GIB:g} GiB; {self.weights / 1e9:.2f}e9 "
                  "parameters", f"{'GiB of each GPU in':22}" + "".join([f"{phase:>10}" for phase in phases])]
         for name in phases.get("update", phases["sampling"]):
-            lines.append(f"{name:22}" + "".join([gib(parts.get(name, 0)) for parts in phases.values()]))
-        lines += [f"{'together':22}" + "".join([gib(sum(parts.values())) for parts in phases.values()]),
-                  f"vLLM has room for {self.cached_sequences():,} sequences of {self.length:,} tokens."]
+            sizes = [parts.get(name, 0) / GIB for parts in phases.values()]
+            lines.append(f"{name:22}" + "".join([f"{size:10.1f}" for size in sizes]))
+        lines.append(f"vLLM has room for {self.cached_sequences():,} sequences of {self.length:,} tokens.")
         if self.train:
             lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens).",
                       f"--offload takes {self.offloaded() / GIB:.0f} GiB of a node's host memory."]
         return "\n".join([*lines, self.verdict()])
 
 
-def gib(size: float) -> str:
-    return f"{size / GIB:10.1f}"
-
-
-def plan(args, config, train: bool = True) -> Plan:
-    """For --gpus of --gpu_gib, else for the ranks and GPUs here, without a GPU for 80 GiB.
-
-    --micro_tokens 0 becomes the largest of MICRO_TOKENS that fits, else one sequence at a time."""
-    shape, gpu = shape_of(config), (args.gpu_gib or 80.0) * GIB
-    ranks = args.gpus or int(os.environ.get("WORLD_SIZE", 1))
-    if torch.cuda.is_available() and not args.gpu_gib:
-        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
-    sizes = (args.micro_tokens,) if args.micro_tokens else (*MICRO_TOKENS, 1)
-    plans = [Plan(args, shape, ranks, gpu, tokens, train) for tokens in sizes]
-    return next((made for made in plans if not made.misfit()), plans[-1])
-
-
 def print_plan(args, config, train: bool = True) -> None:
     """Print the table on rank 0 and exit: with code 0 if the run fits, else 1."""
-    made = plan(args, config, train)
+    plan = Plan(args, config, train)
     if rank_from_environment() == 0:
-        print(made.table(), flush=True)
-    sys.exit(1 if made.misfit() else 0)
+        print(plan.table(), flush=True)
+    sys.exit(1 if plan.misfit() else 0)
 
 
 def check_plan(args, config, train: bool = True) -> int:
     """--micro_tokens of a run on the GPUs here. Raises UserError if the run does not fit them."""
-    made = plan(args, config, train)
-    if made.misfit():
-        raise UserError(f"{made.verdict()} --plan shows the memory of every phase.")
-    return made.micro_tokens
+    plan = Plan(args, config, train)
+    if plan.misfit():
+        raise UserError(f"{plan.verdict()} --plan shows the memory of every phase.")
+    return plan.micro_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 from collections import ChainMap
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from engine import fast
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks, write_atomically
+from engine.base import UserError, distributed, first_line, gather, rank_and_ranks
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
 # A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
@@ -55,8 +55,6 @@ class Rollout:
     """NaN: not set yet. Everything that is trained needs one."""
     mask: torch.Tensor | None = None
     """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
-    forked: tuple[Rollout, int] | None = None
-    """(the response whose beginning this one shares, the first position of its own), for the log."""
 
     @property
     def length(self) -> int:
@@ -73,37 +71,25 @@ class Rollout:
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
-def fill(order: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Cut sequences, in this order, into micro-batches of padded size (longest x count) within the budget."""
-    micros, longest = [], 0
-    for i in order:
-        longest = max(longest, lengths[i]) if micros else lengths[i]
-        if micros and longest * (len(micros[-1]) + 1) <= budget:
-            micros[-1].append(i)
-        else:
-            micros.append([i])
-            longest = lengths[i]
-    return micros
-
-
 def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
                        budget: int) -> list[list[list[int]]]:
     """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
 
-    Sorted by group and length, so that little is padding; padded size within the token budget if one
-    sequence allows it. Every rank gets equally many (an empty list when nothing is left), because FSDP hangs
-    when ranks disagree. Every rank computes the plan of all ranks, so nothing is communicated."""
-    def group_and_length(i: int) -> tuple[int, int]:
-        return groups[i], -lengths[i]
-
-    def total_length(micro: list[int]) -> int:
-        return sum(lengths[i] for i in micro)
-
+    Sorted by group and length, so that little is padding; padded size (longest x count) within the token
+    budget if one sequence allows it. Every rank gets equally many (an empty list when nothing is left),
+    because FSDP hangs when ranks disagree. Every rank computes the plan of all ranks, so nothing is
+    communicated."""
     if ranks > 1:  # micro-batches filled to the budget would leave the last ranks little to do
         budget = min(budget, max(max(lengths), sum(lengths) // ranks))
-    order = sorted(range(len(lengths)), key=group_and_length)
-    micros = fill(order, lengths, budget)
-    micros.sort(key=total_length, reverse=True)  # those who take turns should have as much to do
+    micros = []
+    for i in sorted(range(len(lengths)), key=lambda i: (groups[i], -lengths[i])):
+        wider = [*micros[-1], i] if micros else [i]
+        if len(wider) > 1 and len(wider) * max(lengths[j] for j in wider) <= budget:
+            micros[-1] = wider
+        else:
+            micros.append([i])
+    # those who take turns should have as much to do
+    micros.sort(key=lambda micro: sum(lengths[i] for i in micro), reverse=True)
     micros += [[] for _ in range(-len(micros) % ranks)]
     return [micros[rank::ranks] for rank in range(ranks)]
 
@@ -111,12 +97,12 @@ def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
 class MicroBatch:
     """Some responses of one optimizer step. Tensors [T] hold their response tokens, one after another."""
 
-    def __init__(self, rollouts: list[Rollout], indices: list[int], device, filler: bool = False):
-        self.rollouts, self.indices, self.device, self.filler = rollouts, indices, device, filler
+    def __init__(self, rollouts: list[Rollout], indices: list[int], device):
+        self.rollouts, self.indices, self.device = rollouts, indices, device
         self.sizes = [len(r.response_ids) for r in rollouts]
         self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
         masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
-        self.mask_T = torch.zeros_like(self.length_T) if filler else self.cat(masks)
+        self.mask_T = self.cat(masks)
         self.advantage_T = self.per_token([r.advantage for r in rollouts])
         self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
@@ -138,15 +124,13 @@ def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
     """(model inputs [rows, longest], predict_from [T]): one row of prompt + response per response.
 
     predict_from: for each response token, the position in the flattened rows that predicts it."""
-    rows = [r.prompt_ids + r.response_ids[:-1] for r in rollouts]  # a response's last token predicts nothing
-    longest = max(len(row) for row in rows)
-    # padding is on the right, so that causal attention never sees it
-    input_ids = [row + [0] * (longest - len(row)) for row in rows]
-    predict_from = []
+    rows = [torch.tensor(r.prompt_ids + r.response_ids[:-1]) for r in rollouts]
+    # a response's last token predicts nothing; padding is on the right, where causal attention never sees it
+    input_ids, predict_from = pad_sequence(rows, batch_first=True), []
     for i, rollout in enumerate(rollouts):
-        first = i * longest + len(rollout.prompt_ids) - 1  # position t predicts token t + 1
+        first = i * input_ids.shape[1] + len(rollout.prompt_ids) - 1  # position t predicts token t + 1
         predict_from += range(first, first + len(rollout.response_ids))
-    return dict(input_ids=torch.tensor(input_ids)), torch.tensor(predict_from)
+    return dict(input_ids=input_ids), torch.tensor(predict_from)
 
 
 class PlainHead(fast.FastHead):
@@ -167,24 +151,24 @@ class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
 
     Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits. `offload`: the
-    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet). `loaded`:
-    the model, if it has been read already."""
+    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet)."""
 
-    def __init__(self, model: str, device, dtype, trainable: bool = True,
-                 gradient_checkpointing: bool = False, micro_tokens: int = 16384, plain: bool = False,
-                 max_length: int = 0, trust_remote_code: bool = False, offload: bool = False, loaded=None):
+    def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
+                 micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False):
+        """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
-        self.model = loaded or load_model(model, trust_remote_code)
+        self.model, text = model, model.config.get_text_config()
         if not plain:
-            check_head(self.model)
-        self.packed = not plain and can_pack(self.model.config, max_length)
-        self.model.set_attn_implementation("packed" if self.packed else "sdpa")
-        turn_off_dropout(self.model)
+            check_head(model)
+        window = getattr(text, "sliding_window", None) or math.inf
+        self.packed = not plain and text.model_type in PACKED and max_length <= window
+        model.set_attn_implementation("packed" if self.packed else "sdpa")
+        turn_off_dropout(model)
         if trainable and gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         head = PlainHead if plain else fast.FastHead
-        self.head = head(self.model).train(trainable)
+        self.head = head(model).train(trainable)
         self.head.requires_grad_(trainable)
         self._shard(offload)
 
@@ -194,23 +178,21 @@ class Policy:
         more than its shards in host memory."""
         stored = torch.float32 if self.trainable else self.dtype
         if not distributed():
-            for parameter in self.parameters():  # a reference's may be those of a policy, see twin
-                parameter.data = parameter.data.to(stored, copy=not self.trainable)
+            for parameter in self.parameters():
+                parameter.data = parameter.data.to(stored)
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                        mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
-        for group in [*decoder_layers(self.model), self.head]:
-            # the reference is mostly idle: its root, too, goes back to shards after the forward pass
-            reshard = None if self.trainable or group is not self.head else True
-            fully_shard(group, reshard_after_forward=reshard, **options)
+        # the classes that transformers keeps whole on a device: the decoder layers
+        layers = [m for m in self.model.modules() if type(m).__name__ in self.model._no_split_modules]
+        for group in [*layers, self.head]:
+            fully_shard(group, **options)
 
-        def cast(tensor):
-            return tensor.to(stored) if isinstance(tensor, DTensor) else tensor  # buffers keep their type
-
-        self.head._apply(cast)  # FSDP takes note of it
+        # buffers keep their type; FSDP takes note of what _apply does
+        self.head._apply(lambda tensor: tensor.to(stored) if isinstance(tensor, DTensor) else tensor)
 
     def parameters(self):
         return self.model.parameters()
@@ -232,12 +214,11 @@ class Policy:
         order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
         # packed: one prompt's responses stay together
         prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]
+        # a rank with nothing left computes the shortest sequence once more, with weight zero
+        filler = copy.copy(rollouts[lengths.index(min(lengths))])
+        filler.mask = torch.zeros(len(filler.response_ids))
         for indices in plan_micro_batches(lengths, prompts, self.ranks, self.micro_tokens)[self.rank]:
-            if indices:
-                yield MicroBatch([rollouts[i] for i in indices], indices, self.device)
-            else:  # nothing left for this rank: it computes the shortest sequence once more, with weight zero
-                shortest = min(range(len(rollouts)), key=lengths.__getitem__)
-                yield MicroBatch([rollouts[shortest]], [], self.device, filler=True)
+            yield MicroBatch([rollouts[i] for i in indices] or [filler], indices, self.device)
 
     def score_old(self, rollouts: list[Rollout], temperature: float) -> None:
         """Set old_logp and entropy, [T] each: of the policy as it is now, which sampled them."""
@@ -287,17 +268,14 @@ class Policy:
                 state[name] = tensor.cpu()
         if self.rank:
             return
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        for name, buffer in self.model.state_dict().items():
-            if name not in parameters:
-                state[name] = buffer.cpu()
+        stored = self.model.state_dict()
+        state |= {name: buffer.cpu() for name, buffer in self.model.named_buffers() if name in stored}
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         self.model.generation_config.do_sample = True  # else transformers refuses to save its temperature
         self.model.save_pretrained(partial, state_dict=state)
-        config = json.loads((partial / "config.json").read_text())
-        config["dtype"] = str(self.dtype).removeprefix("torch.")  # transformers names that of the masters
-        write_atomically(partial / "config.json", json.dumps(config, indent=2))
+        self.model.config.dtype = self.dtype  # transformers names that of the masters
+        self.model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -321,19 +299,6 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     return model
 
 
-def twin(model):
-    """A second model on the same memory-mapped weights, until either of the two is sharded or copied."""
-    weights = {id(p): torch.nn.Parameter(p.detach()) for p in model.parameters()}
-    return copy.deepcopy(model, weights)
-
-
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The list of the model's layers, found by its length, whatever the architecture calls it."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    return lists[0]
-
-
 def turn_off_dropout(model) -> None:
     """Dropout would make the sampler and the trainer two different policies."""
     for module in model.modules():
@@ -342,13 +307,6 @@ def turn_off_dropout(model) -> None:
         for name, value in list(vars(module).items()):
             if "dropout" in name and type(value) in (int, float):
                 setattr(module, name, 0.0)
-
-
-def can_pack(config, max_length: int) -> bool:
-    """Whether engine/fast.py packs the rows of this model; else micro-batches are padded rows."""
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None) or math.inf
-    return text.model_type in PACKED and max_length <= window
 
 
 def check_head(model) -> None:

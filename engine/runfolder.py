@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-from engine import checkpoint
-from engine.base import UserError, gather, same_on_all_ranks, seed_of, write_atomically
+from tqdm import tqdm
+
+from engine.base import UserError, gather, on_all_ranks, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import describe
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+# JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
+compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class RunFolder:
@@ -31,13 +35,8 @@ class RunFolder:
         self.identity, self.before, self.record = {}, {}, {}
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
-        error = None
-        try:
-            error = self._open(ranks, device) if rank == 0 else None
-        except OSError as e:
-            error = f"--out is '{self.path}', which cannot be written: {e.strerror}."
-        if error := gather(error)[0]:
-            raise UserError(error)
+        on_all_ranks(partial(self._open, ranks, device),
+                     lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
     def identify(self, content: dict[str, str]) -> None:
@@ -54,50 +53,45 @@ class RunFolder:
             record = self.record | dict(identity=self.identity)
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
-    def _open(self, ranks: int, device) -> str | None:
-        """Lock the folder and look at the run in it, before anything slow. Returns what is wrong."""
-        out = self.path
+    def _open(self, ranks: int, device) -> None:
+        """Lock the folder and look at the run in it, before anything slow."""
+        if self.rank:
+            return
+        out, wrong = self.path, f"--out is '{self.path}', "
         ours = (out / "run.json").exists()
         if self.args.resume:
             run = read_run(out)
         if ours and not self.args.resume:
-            return f"--out is '{out}', which already holds a run; give another folder, or --resume to go on."
+            raise UserError(wrong + "which already holds a run; give another folder, or --resume to go on.")
         if not ours and out.is_dir() and set(os.listdir(out)) - {"lock"}:
-            return f"--out is '{out}', which holds other files; give an empty or a new folder."
+            raise UserError(wrong + "which holds other files; give an empty or a new folder.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
-                return f"--out is '{out}', which holds the link '{path.name}'; remove it."
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            # the system lets go of it when this process dies, however it dies
-            self.lock = (out / "lock").open("a")
+                raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
+        out.mkdir(parents=True, exist_ok=True)
+        self.lock = (out / "lock").open("a")
+        try:  # the system lets go of it when this process dies, however it dies
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return f"--out is '{out}', in which another process is running; give another folder."
-        except OSError as error:
-            if error.errno != errno.ENOSYS:  # some network file systems have no locks
-                raise
+            raise UserError(wrong + "in which another process is running; give another folder.") from None
+        except OSError:  # some network file systems have no locks
+            pass
         self.record = describe(self.args, ranks, device)
         if self.args.resume:
             self.before = run["identity"]
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        script = Path(sys.argv[0])
+        script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
         if script.suffix == ".py" and script.is_file():
-            self._keep_script(script.read_text(encoding="utf-8"), out / "script.py")
-        return None
-
-    def _keep_script(self, text: str, kept: Path) -> None:
-        """script.py is the script's text. If it changed before a --resume, the old one is kept, too."""
-        if kept.exists() and kept.read_text(encoding="utf-8", errors="replace") != text:
-            old = kept.with_name(f"script-until-{time.strftime('%Y%m%d-%H%M%S')}.py")
-            kept.rename(old)
-            print(f"{sys.argv[0]} has changed since this run was started: going on with the new text, the "
-                  f"old one is {old}", flush=True)
-        write_atomically(kept, text)
+            shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
 
     def say(self, text: str) -> None:
+        """Print a line on rank 0, above the progress bar if there is one."""
         if self.rank == 0:
-            print(text, flush=True)
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def warn(self, text: str) -> None:
+        self.say(f"Warning: {text}")
 
     # -- during the run --------------------------------------------------------------------------------------
     def start(self, first_step: int, total: int) -> None:
@@ -105,7 +99,6 @@ class RunFolder:
         if self.rank:
             return
         from torch.utils.tensorboard import SummaryWriter
-        from tqdm import tqdm
         self.history += self._keep_lines("metrics.jsonl", first_step)
         self._keep_lines("samples.jsonl", first_step)
         self._keep_lines("evaluations.jsonl", first_step)
@@ -151,30 +144,11 @@ class RunFolder:
         for group in sorted(groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
             self.append("samples.jsonl", sample_record(step, group))
 
-    def after_evaluation(self, seconds: float) -> None:
-        """Take these seconds out of the progress bar's clock: its time left is that of training steps."""
-        if self.bar:
-            self.bar.start_t += seconds
-            self.bar.last_print_t += seconds
-
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
-        if self.rank:
-            return
-        try:
+        """Add a line to a .jsonl file of the run."""
+        if self.rank == 0:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
-        except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
-                            f"checkpoint is {checkpoint.newest(self.path)}.") from None
-
-    def write(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        if self.rank == 0:
-            self.bar.write(text)
-
-    def warn(self, text: str) -> None:
-        self.write(f"Warning: {text}")
 
     def finish(self) -> None:
         """A table of the evaluations before and after, and what to open next."""
@@ -185,11 +159,6 @@ class RunFolder:
         print(evaluation_table(self.history))
         print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
               f"Votes step by step: python -m tools.report {self.path}", flush=True)
-
-
-def compact(value) -> str:
-    """JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def read_jsonl(path: Path) -> list[dict]:

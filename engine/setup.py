@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from engine.base import UserError, first_line, rank_from_environment
 from engine.data import Problem, encode_prompt, load_problems, show_prompt, uses_chat_template
 from engine.options import script_name
-from engine.plan import MOST_SEQUENCES
 
 
 # ------------------------------------------------------- vLLM -----------------------------------------------
@@ -35,7 +34,7 @@ def vllm_options(args, cuda: bool) -> dict:
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
         # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
         options = dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=True,
-                       max_num_seqs=MOST_SEQUENCES, disable_custom_all_reduce=args.tensor_parallel > 1)
+                       max_num_seqs=256, disable_custom_all_reduce=args.tensor_parallel > 1)
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
@@ -186,10 +185,8 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16) and not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
+                              LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
     return device, rank_from_environment(), ranks
 
@@ -216,23 +213,18 @@ def weights_digest(model) -> str:
 
 def code_digest(script: Path) -> str:
     """Of a run's script, common.py, engine/ and the toy's data (smollm2's are made by engine/)."""
-    root, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=16)
-    files = [root / "common.py", *root.glob("engine/*.py"), *root.glob("toy/*.json*")]
-    for file in [script, *sorted(files)]:
-        digest.update(file.read_bytes() if file.is_file() else b"")
-    return digest.hexdigest()
+    root = Path(__file__).parent.parent
+    files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*.json*"))]
+    return digest([file.read_bytes() for file in files if file.is_file()])
 
 
 def describe(args, ranks: int, device) -> dict:
     """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
-    def git(*command):
-        root = str(Path(__file__).parent.parent)
-        done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
+    git = "git describe --always --dirty --abbrev=40 --exclude=*".split()
+    done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
     versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
-                git=git("rev-parse", "HEAD"), git_changes=git("status", "--porcelain"),
+                git=done.stdout.strip(),
                 code=code_digest(Path(sys.argv[0])), started=time.strftime("%Y-%m-%dT%H:%M:%S"))

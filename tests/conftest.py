@@ -27,7 +27,7 @@ import torch
 
 import common
 from engine import options
-from engine.policy import Policy, Rollout
+from engine.policy import Policy, Rollout, load_model
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -140,7 +140,8 @@ def untimed(lines: list[dict]) -> list[dict]:
 # ---------------------------------------------- policies, rollouts -----------------------------------------
 def make_policy(model=None, trainable=True, **options) -> Policy:
     options = {"max_length": 192, **options}
-    return Policy(str(model or common.TOY_MODEL), torch.device("cpu"), torch.float32, trainable, **options)
+    model = load_model(str(model or common.TOY_MODEL))
+    return Policy(model, torch.device("cpu"), torch.float32, trainable, **options)
 
 
 def random_rollouts(count, seed=0, vocabulary=300, shortest=1, longest=40) -> list[Rollout]:

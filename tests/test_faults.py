@@ -97,7 +97,7 @@ LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
 MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
 FOLDERS = {  # fault -> (file, its bytes or a change of its tensors, exit code, words)
     "a file too many": (f"{CHECKPOINT}/x.safetensors", b"", 2, "has no usable checkpoint"),
-    "another model's": (CHECKPOINT, another_shape, 2, "it is a checkpoint of another model or version (Size"),
+    "another model's": (CHECKPOINT, another_shape, 2, "is not usable (ValueError Size mismatch"),
     "NaN in it": (CHECKPOINT, one_nan, 2, "but tokens have the probability NaN: it or the checkpoint holds"),
     "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
     "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),

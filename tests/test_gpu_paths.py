@@ -16,7 +16,7 @@ import common
 import ttrl
 from engine import options, setup
 from engine.base import UserError
-from engine.policy import Policy
+from engine.policy import Policy, load_model
 
 torch.set_num_threads(1)
 
@@ -56,7 +56,8 @@ def test_offload_changes_no_number(monkeypatch):
 
 
 def bfloat16_policy(trainable=True):
-    return Policy(common.TOY_MODEL, torch.device("cpu"), torch.bfloat16, trainable, max_length=192)
+    model = load_model(common.TOY_MODEL)
+    return Policy(model, torch.device("cpu"), torch.bfloat16, trainable, max_length=192)
 
 
 @pytest.mark.parametrize("trainable, stored", [(True, torch.float32), (False, torch.bfloat16)])
@@ -105,7 +106,7 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     logps, rollouts = [], random_rollouts(4)
     with one_rank():
         for dtype in (torch.float32, torch.bfloat16):
-            policy = Policy(common.TOY_MODEL, torch.device("cpu"), dtype, max_length=192)
+            policy = Policy(load_model(common.TOY_MODEL), torch.device("cpu"), dtype, max_length=192)
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5

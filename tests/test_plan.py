@@ -10,7 +10,7 @@ from transformers import AutoConfig
 import ttrl
 from engine import plan as planning
 from engine.base import UserError
-from engine.plan import GIB, check_plan, plan
+from engine.plan import GIB, Plan, check_plan
 
 SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, vocabulary, tied head
     "Qwen2.5-Math-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
@@ -29,7 +29,7 @@ def config_of(name: str):
 
 
 def plan_of(name: str, gpus: int, gib: float, **flags):
-    return plan(ttrl.Args(gpus=gpus, gpu_gib=gib, **flags), config_of(name))
+    return Plan(ttrl.Args(gpus=gpus, gpu_gib=gib, **flags), config_of(name))
 
 
 def test_a_phase_takes_other_terms():
@@ -37,7 +37,7 @@ def test_a_phase_takes_other_terms():
     weights, head, tokens = 7_615_616_512, 152_064 * 3584, 16384
     layer = (weights - 2 * head) // 28  # the last norm is shared out among the layers
     made = plan_of("Qwen2.5-Math-7B", 8, 80)
-    assert made.shape.weights == weights
+    assert made.weights == weights
     phases = made.phases()
     assert phases["sampling"] == {"weights and Adam": 12 * weights / 8, "reference": 2 * weights / 8,
                                   "vLLM": 40 * GIB}

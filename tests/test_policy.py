@@ -47,13 +47,13 @@ def test_plan_by_hand():
 def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
     policy, rollouts = make_policy(), random_rollouts(3)
     shortest = min(rollouts, key=lambda r: len(r.prompt_ids) + len(r.response_ids))
-    policy.ranks, fillers = 5, []
+    policy.ranks, indices = 5, []
     for policy.rank in range(5):
         micro, = policy.micro_batches(rollouts)
-        fillers.append(micro.filler)
-        if micro.filler:
-            assert micro.rollouts == [shortest] and micro.indices == [] and micro.mask_T.sum() == 0
-    assert fillers == [False] * 3 + [True] * 2
+        indices.append(micro.indices)
+        if not micro.indices:
+            assert micro.rollouts[0].response_ids == shortest.response_ids and micro.mask_T.sum() == 0
+    assert sorted(indices) == [[], [], [0], [1], [2]] and shortest.mask is None
 
 
 def test_pack_by_hand():

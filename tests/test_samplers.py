@@ -99,7 +99,7 @@ def test_responses_whose_keys_and_values_do_not_fit_together_are_others(monkeypa
 
 
 def test_logprobs_are_the_trainers_also_after_updates(sampler):
-    policy = Policy(TOY, CPU, torch.float32)
+    policy = Policy(load_model(TOY), CPU, torch.float32)
     original = [(name, tensor.clone()) for name, tensor in policy.named_tensors(torch.float32)]
     groups = sampler.generate(requests(), 0.8)
     assert error(policy, groups) < 1e-5
@@ -118,7 +118,7 @@ def test_logprobs_are_the_trainers_also_after_updates(sampler):
 
 
 def test_a_weight_that_was_not_taken_is_an_error(sampler):
-    tensors = list(Policy(TOY, CPU, torch.float32).named_tensors(torch.float32))
+    tensors = list(Policy(load_model(TOY), CPU, torch.float32).named_tensors(torch.float32))
     without_one = [t for t in tensors if "layers.1.mlp.down_proj" not in t[0]]
     assert len(without_one) == len(tensors) - 1
     with pytest.raises(RuntimeError, match="weights"):

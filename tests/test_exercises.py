@@ -23,26 +23,6 @@ def votes(classes, winner):
     return torch.tensor([float(c == winner) for c in classes])
 
 
-def mean_of_answers(classes, entropies):
-    positive, _ = scrl.pseudo_labels(classes, entropies)
-    of_class, _ = scrl.answer_entropies(classes, entropies)
-    rare = [c for c in of_class if c != positive and classes.count(c) / len(classes) < 0.125]
-    return positive, {c for c in rare if of_class[c] >= sum(of_class.values()) / len(of_class)}
-
-
-def weights_not_normalised(classes, kappa):
-    def weights(counts, n, sigma):
-        return restrain.gaussian_weight(torch.tensor(counts) / n, sigma)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restrain, "label_weights", weights)
-        return restrain.restrain_advantages(classes, kappa)
-
-
-def split_after_the_sum(classes, kappa):
-    net = sum(restrain.restrain_advantages(classes, kappa))
-    return net.clamp(min=0), net.clamp(max=0)
-
-
 def no_penalty(classes, kappa):
     plus, minus = restrain.restrain_advantages(classes, kappa)
     return plus, minus * (restrain.majority_count(classes) >= kappa)
@@ -74,12 +54,9 @@ WRONG = [  # exercise, function, words of the hint
     (3, lambda c, h: scrl.pseudo_labels([x for x in c if x is not None], h), "None counts in N"),
     (3, lambda c, h: scrl.pseudo_labels(c, h, entropy_gate=False), "forgot the entropy"),
     (3, lambda c, h: scrl.pseudo_labels(c, [-x for x in h]), "wrong way"),
-    (3, mean_of_answers, "mean over the N responses"),
     (4, no_penalty, "does not skip"),
     (4, lambda c, kappa: restrain.restrain_advantages(c, kappa + 1), "exactly kappa"),
     (4, lambda c, kappa: restrain.restrain_advantages([9 if x is None else x for x in c], kappa), "no label"),
-    (4, weights_not_normalised, "sum to 1"),
-    (4, split_after_the_sum, "before you add"),
     (5, lambda a, h: a * (2 - factors(h)), "wrong sign"),
     (5, lambda a, h: a * factors(h), "clip is missing"),
     (5, lambda a, h: torch.where(a > 0, ettrl.reshape_advantages(a, h), a), "both signs"),

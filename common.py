@@ -695,6 +695,7 @@ class Run:
                 metrics[f"eval/{name}/greedy"] = row.get("pass@1", math.nan)
         rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
         self.evaluation_seconds = time.monotonic() - began
+        self.folder.after_evaluation(self.evaluation_seconds)
         return metrics | ({"eval/mean/pass@1": mean(rates)} if len(rates) > 1 else {})
 
     def evaluate_benchmark(self, name: str, problems: list[Problem],

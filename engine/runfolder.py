@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engine import checkpoint
 from engine.base import UserError, gather, on_all_ranks, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import describe
@@ -144,11 +145,22 @@ class RunFolder:
         for group in sorted(groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
             self.append("samples.jsonl", sample_record(step, group))
 
+    def after_evaluation(self, seconds: float) -> None:
+        """Take these seconds out of the progress bar's clock: its time left is that of training steps."""
+        if self.bar:
+            self.bar.start_t += seconds
+            self.bar.last_print_t += seconds
+
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the run."""
-        if self.rank == 0:
+        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
+        if self.rank:
+            return
+        try:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
+        except OSError as error:
+            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
+                            f"checkpoint is {checkpoint.newest(self.path)}.") from None
 
     def finish(self) -> None:
         """A table of the evaluations before and after, and what to open next."""

@@ -163,19 +163,12 @@ def fresh_state(path) -> dict[str, torch.Tensor]:
 
 
 # ------------------------------------------------ tiny models ----------------------------------------------
-ARCHITECTURES = ["Llama", "Qwen3", "Mistral", "Phi3", "Gemma", "GPT2", "Falcon", "OPT", "GPTJ", "Bloom"]
-
-
-def tiny_model(name, folder):
-    """A randomly initialised model of this architecture, vocabulary 64, saved to folder."""
+def tiny_model(name, folder, **more):
+    """A randomly initialised model of this architecture, vocabulary 64, saved to folder; more: its config."""
     import transformers
     options = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                    num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1,
-                   eos_token_id=2, initializer_range=0.5)
-    if name == "GPTJ":
-        options |= dict(rotary_dim=8)
-    if name == "OPT":
-        options |= dict(ffn_dim=64, word_embed_proj_dim=32, init_std=0.5)
+                   eos_token_id=2, initializer_range=0.5) | more
     torch.manual_seed(0)
     config = getattr(transformers, name + "Config")(**options)
     model = getattr(transformers, name + ("LMHeadModel" if name == "GPT2" else "ForCausalLM"))(config)
@@ -186,15 +179,13 @@ def tiny_model(name, folder):
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     """A randomly initialised model of another architecture (untied head) with the toy's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = AutoTokenizer.from_pretrained(common.TOY_MODEL)
-    torch.manual_seed(0)
-    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128,
-                         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-                         max_position_embeddings=4096, tie_word_embeddings=False, **ids)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    stop = tokenizer.eos_token_id
+    tiny_model("Llama", folder, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, head_dim=32,
+               max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.02,
+               eos_token_id=stop, pad_token_id=stop, bos_token_id=None)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -43,13 +43,13 @@ def log_softmax_rows(model, response, temperature: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def log_probs(seen, weights, responses) -> dict[int, list[float]]:
-    """{id of a response: log-probs of its tokens}."""
+def log_probs(seen, weights, responses) -> dict[int, torch.Tensor]:
+    """{id of a response: log-probs of its tokens, [T]}."""
     model = model_with(seen, weights)
     values = {}
     for response in responses:
         rows = log_softmax_rows(model, response, seen.args.temperature)
-        values[id(response)] = [float(rows[t, token]) for t, token in enumerate(response.response_ids)]
+        values[id(response)] = rows[range(len(rows)), response.response_ids]
     return values
 
 
@@ -330,55 +330,46 @@ def follows_the_paper(seen) -> None:
             assert question.response.advantage == pytest.approx(advantage, abs=2e-4)
 
 
-# --------------------------------------- the objective, token by token -------------------------------------
-LOGGED = (["kl", "entropy", "clip_fraction"], ["kl", "entropy", "clip_fraction", "question_entropy"])
-
-
-def counted(response) -> list[float]:
-    """1 for a response's tokens that count, 0 for masked ones."""
-    return [1.0] * len(response.response_ids) if response.mask is None else response.mask.tolist()
-
-
-def objective(seen, update) -> tuple[torch.Tensor, dict[str, float]]:
-    """The printed loss of a minibatch, with a graph, and the means that are logged of it."""
-    args, minibatch, targets = seen.args, update.responses, targets_of(seen, update.step)
-    old = log_probs(seen, seen.weights[update.step], minibatch)
-    ref = log_probs(seen, seen.weights["initial"], minibatch)
+# ---------------------------------------------- the objective ----------------------------------------------
+def per_token(seen, update):
+    """(response, log-probs before the update, log-probs, KL and entropy, [T] each) of a minibatch's
+    responses, with a graph, which must be used before other weights are put into the model."""
+    old = log_probs(seen, seen.weights[update.step], update.responses)
+    ref = log_probs(seen, seen.weights["initial"], update.responses)
     model = model_with(seen, update.weights)
-    tokens = sum(sum(counted(response)) for response in minibatch)
-    loss, logged = 0.0, dict.fromkeys(LOGGED[seen.script == "dynamic_rl"], 0.0)
-    for response in minibatch:
-        target = targets[id(response)]
-        mates = [other for other in minibatch if targets[id(other)].question == target.question]
-        rows = log_softmax_rows(model, response, args.temperature).unbind()
-        of_response = []
-        for t, token in enumerate(response.response_ids):
-            if not counted(response)[t]:
-                continue
-            logp = rows[t][token]
-            ratio = torch.exp(logp - old[id(response)][t])
-            clipped = torch.clamp(ratio, 1 - args.clip_low, 1 + args.clip_high)
-            surrogate = sum(weight * torch.minimum(ratio * a, clipped * a) for weight, a in target.parts)
-            d = ref[id(response)][t] - logp if args.kl_coef else 0 * logp
-            kl = torch.exp(d) - d - 1
-            entropy = -(rows[t].exp() * rows[t]).sum()
-            wanted = -surrogate + args.kl_coef * kl - args.entropy_coef * entropy
-            of_response.append(target.scale * wanted)
-            share = 1 / sum(counted(response)) / len(mates)
-            if args.loss_aggregation == "token-mean":
-                share = 1 / tokens
-            outside = not 1 - args.clip_low <= ratio.item() <= 1 + args.clip_high
-            if target.question:
-                logged["question_entropy"] += share * entropy.item()
-            else:
-                logged["kl"] += share * kl.item()
-                logged["entropy"] += share * entropy.item()
-                logged["clip_fraction"] += share * outside
+    for response in update.responses:
+        rows = log_softmax_rows(model, response, seen.args.temperature)
+        logp = rows[range(len(rows)), response.response_ids]
+        d = (ref[id(response)] - logp) * bool(seen.args.kl_coef)
+        yield response, old[id(response)], logp, d.exp() - d - 1, -(rows.exp() * rows).sum(-1)
+
+
+def objective(seen, update) -> tuple[torch.Tensor, Counter]:
+    """The printed loss of a minibatch, with a graph, and the means that are logged of it."""
+    args, targets, logged, loss = seen.args, targets_of(seen, update.step), Counter(), 0.0
+    masks = {}  # which tokens count
+    for response in update.responses:
+        all_T = torch.ones(len(response.response_ids))
+        masks[id(response)] = all_T if response.mask is None else response.mask
+    tokens = sum(mask.sum() for mask in masks.values())
+    for response, old, logp, kl, entropy in per_token(seen, update):
+        target, mask = targets[id(response)], masks[id(response)].double()
+        mates = sum(targets[id(other)].question == target.question for other in update.responses)
+        share_T = mask / (mask.sum() * mates)
         if args.loss_aggregation == "token-mean":
-            loss = loss + sum(of_response) / tokens
-        else:
-            loss = loss + sum(of_response) / len(of_response) / len(mates)
-    return loss, dict(logged, loss=loss.item())
+            share_T = mask / tokens
+        ratio = (logp - old).exp()
+        clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
+        surrogate = sum(weight * torch.minimum(ratio * a, clipped * a) for weight, a in target.parts)
+        wanted = -surrogate + args.kl_coef * kl - args.entropy_coef * entropy
+        loss = loss + target.scale * (share_T * wanted).sum()
+        means = dict(kl=kl, entropy=entropy, clip_fraction=ratio != clipped)
+        if target.question:
+            means = dict(question_entropy=entropy)
+        for name, x_T in means.items():
+            logged[name] += (share_T * x_T).sum().item()
+    logged["loss"] = loss.item()
+    return loss, logged
 
 
 def norm(gradient: dict[str, torch.Tensor]) -> float:
@@ -396,7 +387,7 @@ def relative_error(found, expected) -> float:
     return norm(difference) / norm(expected)
 
 
-def gradient_is_the_objectives(seen) -> None:
+def gradient_is_the_objectives(seen, objective=objective) -> None:
     """Every optimizer step's gradient and the step's logged means are the printed objective's."""
     means = []
     for update in seen.updates:

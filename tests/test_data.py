@@ -130,8 +130,6 @@ def test_options_are_lost_or_in_another_order(tmp_path, row, question, answer):
     assert questions_and_answers(file) == [(question, answer)]
 
 
-
-
 # ----------------------------------------- benchmarks and the toy -----------------------------------------
 @pytest.fixture
 def hub(monkeypatch):

@@ -6,16 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import fresh_state, run_toy
-from transformers import AutoTokenizer
 
 import common
 import dynamic_rl
 from dynamic_rl import Args, Question, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
-from dynamic_rl import token_overlap, write_questions
-from engine.data import encode_prompt
-
-TOKENIZER = AutoTokenizer.from_pretrained(common.TOY_MODEL)
+from dynamic_rl import token_overlap
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
@@ -192,47 +188,6 @@ def test_the_filter_is_quick_whatever_the_question(part):
     began = time.process_time()
     keep_question(part * 20_000)
     assert time.process_time() - began < 2
-
-
-TEXTS = [  # four responses to z_0
-    "Question: Tom has 25 apples.\n\nSolution: That is \\boxed{25}.",
-    "Tom has \\boxed{3} apples.",
-    "Question: Tom has 2 pens? Ann has 3 pens?\n\nSolution:",
-    "Question: " + "Tom has 2 pens. " * 30 + "\n\nSolution:"]
-
-
-@pytest.mark.parametrize("flags, kept", [({}, [True, False, False, False]),
-                                         (dict(filter=False), [True, False, True, False])])
-def test_write_questions_cuts_and_filters(flags, kept):
-    responses = []
-    for text in TEXTS:
-        ids = TOKENIZER.encode(text) + [TOKENIZER.eos_token_id]
-        responses.append(common.Rollout([1], ids, torch.arange(len(ids)).float(), True, text=text))
-    whole = [list(response.response_ids) for response in responses]
-
-    def sample(prompts, n, limits):
-        assert n == 1 and limits == [99] * 4
-        assert len({problem.id for problem in prompts}) == 4  # equal prompts, different seeds
-        return [[response] for response in responses]
-
-    def decode_ids(ids):
-        return TOKENIZER.decode(ids, skip_special_tokens=True)
-
-    run = SimpleNamespace(tokenizer=TOKENIZER, same_answer=None, sample=sample, decode_ids=decode_ids)
-    args = Args(prompts_per_batch=4, max_prompt_tokens=100, max_question_tokens=99, **flags)
-    questions, problems = write_questions(run, args)
-    # filtered, the third is solved all the same: its answer counts in R_da
-    assert [p.id for p in problems] == [0, 2] and problems[0].question == "Tom has 25 apples."
-    assert problems[0].prompt_ids == encode_prompt(TOKENIZER, "Tom has 25 apples.")
-    # "Question: Tom has 25 apples." and not a token more
-    first, ids = questions[0], questions[0].rollout.response_ids
-    assert TOKENIZER.decode(ids).rstrip() == first.rollout.text == "Question: Tom has 25 apples."
-    assert ids == whole[0][:len(ids)] and first.rollout.logprobs.tolist() == list(range(len(ids)))
-    assert first.tokens == TOKENIZER.encode("Tom has 25 apples.", add_special_tokens=False)
-    # no question: the whole response, with its end; too long a one is cut, but not solved
-    assert questions[1].rollout.response_ids == whole[1] and questions[1].tokens == []
-    assert questions[3].tokens and len(questions[3].rollout.response_ids) < len(whole[3])
-    assert [q.kept for q in questions] == kept
 
 
 # ---------------------------------------------------- runs ------------------------------------------------

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_toy, toy_args, toy_of
+from conftest import run_toy, toy_of
 
 import common
 import evol_rl
 from engine.embedder import Embedder
-from evol_rl import embed_texts, evol_rewards, novelty, spoken, valid_classes
+from evol_rl import evol_rewards, novelty, spoken, valid_classes
 
 
 def unit(*degrees):
@@ -94,19 +94,6 @@ def test_spoken(text, answer, expected):
     assert spoken(SimpleNamespace(text=text, answer=answer)) == expected
 
 
-def test_equal_texts_are_embedded_once():
-    calls = []
-
-    def embedder(texts):
-        calls.append(texts)
-        return [torch.tensor([float(len(text))]) for text in texts]
-
-    texts = ["one", "three", "x</think>one", "one"]
-    vectors = embed_texts(embedder, [[SimpleNamespace(text=text, answer="1") for text in texts]])
-    assert calls == [["one", "three"]]
-    assert {text: vector.tolist() for text, vector in vectors.items()} == {"one": [3], "three": [5]}
-
-
 def test_embedder():
     embedder, words = Embedder(toy_of(evol_rl)["embedder"]), " apple" * 1000
     texts = ["Tom buys 3 apples.", "Anna sells 5 pears.", "Tom buys 3 apples."]
@@ -125,15 +112,6 @@ def test_hashed_words_are_the_same_in_every_process_and_need_no_model():
     assert sorted(first.nonzero()[:, 0].tolist()) == [579, 1017]  # CRC-32 modulo 1024
     # counts 1, 1 against 1, 2
     assert first @ second == pytest.approx((1 * 1 + 1 * 2) / (2 * 5) ** 0.5) and not none.any()
-
-
-@pytest.mark.parametrize("name", ["", "/no/such/folder", "package:no_such_package", common.TOY_MODEL])
-def test_wrong_embedder(name, monkeypatch):
-    monkeypatch.setattr(common, "Run", None)  # it shows before any weights are loaded
-    with pytest.raises(common.UserError) as error:
-        evol_rl.main(toy_args(evol_rl, embedder=name))
-    rule = "must be words, or a Hub id, a folder or package:NAME of a sentence-transformers model: "
-    assert str(error.value).startswith(f"--embedder is {name!r}, but {rule}")
 
 
 # ---------------------------------------------------- runs -----------------------------------------------

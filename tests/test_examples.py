@@ -1,6 +1,7 @@
 """The forks in examples/: each diff applied to ttrl.py, run through its own main(), against its objective."""
 
 import doctest
+import functools
 import json
 import math
 
@@ -10,11 +11,10 @@ import test_ranks
 import torch
 from conftest import EXAMPLES, ROOT, load_script, patched, read_lines, run_toy, spy
 from equations import (
-    answers_of, double_model, log_probs, log_softmax_rows, mean_entropies, model_with, relative_error,
-    ttrl_rewards, vote, z)
+    answers_of, gradient_is_the_objectives, log_probs, log_softmax_rows, mean_entropies, model_with,
+    per_token, ttrl_rewards, vote, z)
 from test_ranks import FLAGS, assert_same_runs, drive, ended, job, runs_of, turned_tokens
 
-import common
 from common import UserError
 
 each_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -71,20 +71,13 @@ FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_hi
                 dynamic_sampling=dict(max_rounds=2), em_ft=dict(num_minibatches=2), rlsc=dict(alpha=0.2))
 
 
-def expected_loss(seen, name, update) -> torch.Tensor:
-    """The printed objective of a minibatch: mean over responses of the mean over tokens."""
-    args, responses = seen.args, update.responses
-    old = log_probs(seen, seen.weights[update.step], responses)
-    ref = log_probs(seen, seen.weights["initial"], responses)
-    model, losses = model_with(seen, update.weights), []
-    for response in responses:
-        rows = log_softmax_rows(model, response, args.temperature)
-        logp = rows.gather(-1, torch.tensor(response.response_ids)[:, None]).squeeze(-1)
-        entropy = -(rows.exp() * rows).sum(-1)
-        d = torch.tensor(ref[id(response)]) - logp
-        wanted = OBJECTIVES.get(name, grpo)(args, response, logp, torch.tensor(old[id(response)]), entropy)
-        losses.append((wanted + args.kl_coef * (d.exp() - d - 1) - args.entropy_coef * entropy).mean())
-    return torch.stack(losses).mean()
+def fork_objective(name, seen, update):
+    """As equations.objective: the mean over responses of the means over tokens."""
+    args, losses = seen.args, []
+    for response, old, logp, kl, entropy in per_token(seen, update):
+        wanted = OBJECTIVES.get(name, grpo)(args, response, logp, old, entropy)
+        losses.append((wanted + args.kl_coef * kl - args.entropy_coef * entropy).mean())
+    return torch.stack(losses).mean(), {}
 
 
 @each_example
@@ -92,11 +85,7 @@ def test_gradient_is_not_the_printed_objectives(name, watch):
     """Two minibatches with the clip active; the second one's old policy is not the current one."""
     seen = watch(name, **FLAGS_OF.get(name, {}))
     assert len(seen.updates) == 2 and seen.metrics[-1]["clip_fraction"] > 0.01
-    for update in seen.updates:
-        expected_loss(seen, name, update).backward()
-        model = double_model(common.TOY_MODEL)
-        expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
-        assert relative_error(update.clipped, expected) < 1e-4
+    gradient_is_the_objectives(seen, functools.partial(fork_objective, name))
 
 
 # What each rewards, from the answers and from full logits alone.
@@ -125,7 +114,7 @@ def certainty_reward(seen, group):
 
 def confidence_reward(seen, group):
     values = log_probs(seen, seen.weights[group.step], group.responses)
-    return [math.exp(sum(v) / len(v)) + seen.args.alpha for v in values.values()]
+    return [float(v.mean().exp()) + seen.args.alpha for v in values.values()]
 
 
 def crossed_reward(seen, group):
@@ -176,7 +165,7 @@ def test_empo_trains_prompts_outside_its_band(watch):
     for counts in ([4, 2, 1], [3, 3, 1, 1], [1, 2, 1, 1, 1, 1], [7, 1], [8]):
         total = sum(counts)
         entropies.append(-sum(n / total * math.log(n / total) for n in counts))
-    for low, high in ((0.0, 2.0), (0.5, 2.0), (0.0, 1.0), (0.5, 1.0)):
+    for low, high in ((0.5, 2.0), (0.0, 1.0)):
         seen = watch("empo", entropy_low=low, entropy_high=high)
         kept = sum(low <= entropy <= high for entropy in entropies)
         assert len(seen.updates[0].train) == 6 * kept

@@ -8,11 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, SMALL, read_lines, run_toy
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine import checkpoint
 
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
@@ -32,23 +30,14 @@ def copy_of_the_toy(folder, file, change):
     elif isinstance(change, bytes):
         path.write_bytes(change)
     else:
-        change_tensors(path, change)
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
     return folder
-
-
-def change_tensors(path, change):
-    tensors = load_file(path)
-    change(tensors)
-    with safe_open(path, "pt") as file:
-        save_file(tensors, path, metadata=file.metadata())
 
 
 def lacks_one(tensors):
     del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def another_shape(tensors):
-    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 3)
 
 
 def one_nan(tensors):
@@ -58,9 +47,7 @@ def one_nan(tensors):
 BAD_MODELS = {
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: "),
     "a tensor is missing": (WEIGHTS, lacks_one, "1 are missing or of another shape, among them model.layers"),
-    "another shape": (WEIGHTS, another_shape, "1 are missing or of another shape, among them model.layers.1"),
     "NaN": (WEIGHTS, one_nan, "but tokens have the probability NaN"),
-    "small vocabulary": (CONFIG, dict(vocab_size=300), "620 tokens and ends a response with [2], but"),
     "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
@@ -79,8 +66,6 @@ def test_a_bad_model_is_more_than_one_sentence(tmp_path, launch, fault):
     assert words in errors[errors.index("Error: "):]
 
 
-
-
 # ---------------------------------------------------- folders ----------------------------------------------
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
@@ -95,10 +80,8 @@ def stopped(tmp_path_factory):
 CHECKPOINT = "checkpoints/step_00000002"
 LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
 MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
-FOLDERS = {  # fault -> (file, its bytes or a change of its tensors, exit code, words)
+FOLDERS = {  # fault -> (file, its bytes, exit code, words)
     "a file too many": (f"{CHECKPOINT}/x.safetensors", b"", 2, "has no usable checkpoint"),
-    "another model's": (CHECKPOINT, another_shape, 2, "is not usable (ValueError Size mismatch"),
-    "NaN in it": (CHECKPOINT, one_nan, 2, "but tokens have the probability NaN: it or the checkpoint holds"),
     "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
     "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
     "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),
@@ -107,16 +90,10 @@ FOLDERS = {  # fault -> (file, its bytes or a change of its tensors, exit code, 
 
 @pytest.mark.parametrize("fault", FOLDERS)
 def test_a_damaged_folder_neither_resumes_nor_says_why(tmp_path, launch, stopped, fault):
-    name, change, expected, words = FOLDERS[fault]
+    name, content, expected, words = FOLDERS[fault]
     out = tmp_path / "run"
     shutil.copytree(stopped, out)
-    if isinstance(change, bytes):
-        (out / name).write_bytes(change)
-    else:  # with sizes that are right
-        (path,) = (out / name).glob("*.safetensors")
-        change_tensors(path, change)
-        state = json.loads((out / name / "state.json").read_text())
-        (out / name / "state.json").write_text(json.dumps(state | dict(files=checkpoint.sizes(out / name))))
+    (out / name).write_bytes(content)
     code, printed, errors = launch(resume=True, out=out, steps=3)
     assert code == expected and "Traceback" not in errors and words in printed + errors
     if code == 0:

@@ -1,18 +1,17 @@
 """tools.report: what a run logs of every vote, the page's data, hostile texts, the page in a real browser."""
 
-import importlib
 import json
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SCRIPTS, read_lines, run_toy
+from conftest import ROOT, run_toy
+from tqdm import tqdm
 
 import common
 import ttrl
-from engine.runfolder import vote_record
+from engine.runfolder import RunFolder, vote_record
 from tools import report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
@@ -73,36 +72,11 @@ def test_a_vote_in_short_is_not_that_of_its_answers():
     assert (nobody["counts"], nobody["share"], nobody["right"]) == ([], 0, False)
 
 
-def test_a_prompt_has_no_line_or_two_after_a_resume(tmp_path):
-    options = dict(steps=4, checkpoint_every=1, keep=9)
-    run_toy(ttrl, tmp_path / "whole", **options)
-    whole = read_lines(tmp_path / "whole/votes.jsonl")
-    assert [line["step"] for line in whole] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
-    assert [line["problem"] for line in whole if "question" in line] == list(range(16))
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    for step in (3, 4):  # as if it had been killed in the fourth, before a checkpoint of the third
-        shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:08d}")
-    run_toy(ttrl, tmp_path / "run", **options, resume=True)
-    assert read_lines(tmp_path / "run/votes.jsonl") == whole
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_does_not_log_every_vote(tmp_path, name):
-    options = dict(novelty=False) if name == "evol_rl" else {}
-    (line,) = run_toy(importlib.import_module(name), tmp_path / "run", steps=1, **options)
-    votes, (first, *_) = (read_lines(tmp_path / f"run/{file}.jsonl") for file in ("votes", "samples"))
-    shares = [vote["share"] for vote in votes]
-    assert sum(shares) / len(votes) == pytest.approx(line["majority_ratio"], abs=1e-4)
-    known = [vote["right"] for vote in votes if vote["right"] is not None]
-    if name == "dynamic_rl":
-        assert not known and {vote["label"] for vote in votes} <= {"given", "none"}
-    else:
-        assert len(votes) == 4 and sum(known) / 4 == line["majority_accuracy"]
-        assert (first["problem"], first["gold"]) in [(vote["question"], vote["answer"]) for vote in votes]
-
-
 # ------------------------------------------------ progress bar --------------------------------------------
-def test_the_time_left_is_not_printed(tmp_path, capfd):
+def test_the_time_left_counts_evaluations_as_steps(tmp_path, capfd):
+    bar = tqdm(total=2, disable=False)
+    RunFolder.after_evaluation(SimpleNamespace(bar=bar), 100.0)
+    assert bar.format_dict["elapsed"] < -90
     few = tmp_path / "few.jsonl"
     few.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
     run_toy(ttrl, tmp_path / "run", steps=3, dataset=str(few), eval="train", eval_samples=1, eval_every=2)
@@ -139,12 +113,6 @@ def test_page_gives_one_problem_two_numbers_or_keeps_every_text(tmp_path):
     assert {vote["problem"] for vote in data["runs"][1]["kept"]} == {0}
     assert data["curves"]["The optimizer"] == {"loss": {"ttrl 0": [{1: 0.1}], "ttrl 1": [{1: 0.1}]}}
     assert data["runs"][0]["style"] != data["runs"][1]["style"]
-
-
-def test_no_run_is_more_than_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    with pytest.raises(SystemExit, match="Error: .* holds no run: it has no metrics.jsonl"):
-        report.main()
 
 
 # -------------------------------------------------- a browser ----------------------------------------------

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, read_lines, run_toy
+from conftest import run_toy
 
 import common
 import evaluate
-import restrain
 import ttrl
 from common import Problem, Rollout
 from engine.metrics import (
@@ -32,12 +31,6 @@ def test_pass_at_k_against_brute_force():
                 assert pass_at_k(n, c, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
     # closed form by hand: n 4, c 1, k 2: 1 - C(3,2) / C(4,2) = 1 - 3/6
     assert pass_at_k(4, 1, 2) == 0.5
-
-
-@pytest.mark.parametrize("classes, winner", [
-    ([0, 1, 1], 1), ([1, 0, 0, 1], 1), ([None, None, 2], 2), ([None], None)])
-def test_another_answer_wins_a_vote_or_a_tie(classes, winner):
-    assert majority(classes) == winner
 
 
 def test_grade_and_summary_by_hand():
@@ -252,22 +245,3 @@ def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
     # TTRL's label is the majority
     assert plain["label_accuracy"] == plain["majority_accuracy"] < 1
     assert plain["reward"] == plain["majority_ratio"]
-
-
-def test_a_gold_answer_that_nobody_gave_is_a_label(tmp_path):
-    rows = [json.dumps(row | dict(answer=123456789)) for row in read_lines(ROOT / "toy/train.jsonl")]
-    (tmp_path / "toy.jsonl").write_text("\n".join(rows))
-    dataset = str(tmp_path / "toy.jsonl")
-    line = run_toy(ttrl, tmp_path / "run", dataset=dataset, steps=1, labels="gold")[0]
-    assert line["batch_pass@1"] == line["label_coverage"] == 0
-    assert "label_accuracy" not in line and line["zero_variance"] == 1
-
-
-@pytest.mark.parametrize("classes, label", [
-    ([0] * 8, {"0": 1.0}),  # unanimous: nothing to learn, but a label
-    ([0, 1] * 2 + [None] * 4, {})])  # a majority of 2 is below kappa: penalised
-def test_a_penalised_prompt_has_no_label_an_unanimous_one_has(tmp_path, monkeypatch, classes, label):
-    monkeypatch.setattr(common, "answer_classes", lambda problem, responses, labels: list(classes))
-    line = run_toy(restrain, tmp_path / "run", steps=1, kappa=3, prompt_weighting="none")[0]
-    assert [record["label"] for record in read_lines(tmp_path / "run/samples.jsonl")] == [label] * 2
-    assert line["label_coverage"] == bool(label)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from conftest import make_policy, random_rollouts, tiny_model
 from equations import relative_error
 from hypothesis import given, settings
@@ -121,11 +120,7 @@ def test_fast_head_of_other_architectures(tmp_path, name):
 
 @pytest.mark.parametrize("window, packed", [(4, False), (3000, True)])
 def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, packed):
-    config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, use_sliding_window=True, sliding_window=window, max_window_layers=1)
-    model = transformers.Qwen2ForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    model = tiny_model("Qwen2", tmp_path, use_sliding_window=True, sliding_window=window, max_window_layers=1)
     policy = make_policy(tmp_path)
     assert policy.packed == packed
     is_the_models_own(policy, model, 64)
@@ -135,12 +130,7 @@ def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, pac
     ("Cohere", dict(logit_scale=0.0625)), ("Gemma2", dict(head_dim=16)), ("GPTJ", dict(rotary_dim=8))])
 def test_a_model_with_other_logits_is_refused_and_plain_takes_it(tmp_path, kind, options):
     """Logits that are scaled, capped, or shifted by a bias of the head."""
-    config = getattr(transformers, kind + "Config")(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        **options)
-    model = getattr(transformers, kind + "ForCausalLM")(config).eval()
-    model.save_pretrained(tmp_path)
+    model = tiny_model(kind, tmp_path, **options)
     with pytest.raises(UserError, match="scales, caps or shifts its logits, .* give --plain"):
         make_policy(tmp_path)
     is_the_models_own(make_policy(tmp_path, plain=True), model, 64)

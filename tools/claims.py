@@ -311,11 +311,16 @@ def page() -> str:
         rows[claim.id] = dict(claim=claim, minutes=minutes(claim), holm=adjusted.get(claim.id),
                               result=parts.get("reported"), held_out=parts.get("held_out"),
                               verdict=parts["reported"]["verdict"] if "reported" in parts else said)
+    runs = {}  # claims share some
+    for claim in CLAIMS:
+        for arm in [arm for arm in claim.arms if ".py" in arm]:
+            runs |= {folder_of(claim, arm, seed): claim.regime for seed in claim.seeds + claim.held_out}
+    hours = sum(MINUTES[regime] for regime in runs.values()) / 60
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
     verdicts = [row["verdict"] for row in rows.values()]
     weak = [name for name, row in rows.items() if row["verdict"] == "shown" and row["holm"] >= .05]
-    return template.render(rows=rows, verdicts=verdicts, weak=weak, regimes=REGIMES) + "\n"
+    return template.render(rows=rows, verdicts=verdicts, weak=weak, regimes=REGIMES, hours=hours) + "\n"
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from engine.base import UserError, gather, same_on_all_ranks, seed_of, sharded
 from engine.data import Problem
 from engine.hf_sampler import HFSampler
 from engine.metrics import grade, mean, step_metrics, summary
-from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Seed
+from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare
 from engine.options import Share, out_of_range
 from engine.plan import check_plan, print_plan
 from engine.policy import Policy, Request, Rollout, load_model
@@ -88,7 +88,7 @@ class Args:
     labels: Literal["majority", "gold"] = "majority"
     """majority: the model's own answers vote. gold: only right answers do; in ttrl.py that is supervised
     GRPO, the papers' upper bound."""
-    seed: Seed = 1
+    seed: CountOrZero = 1
     """Seeds of data order, sampling and subsets all derive from it."""
     epochs: CountOrZero = 80
     """Passes over the problems (TTRL 3.1, SCRL 4.1, ETTRL 4: AIME 80, AMC 30, MATH-500 10)."""
@@ -182,14 +182,16 @@ class Args:
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+    AT_MOST_RESPONSES = ("train_samples",)  # options that count responses of one prompt
 
     def errors(self) -> list[str]:
         """One sentence per bad flag (flag, value, what is allowed), all found before anything is loaded."""
         if bad := out_of_range(self):
             return bad
-        if self.train_samples > self.responses_per_prompt():
-            bad.append(f"--train_samples is {self.train_samples}, but must be at most "
-                       f"{self.responses_per_prompt()}, the responses per prompt: they are what is trained.")
+        for name in self.AT_MOST_RESPONSES:
+            if getattr(self, name) > self.responses_per_prompt():
+                bad.append(f"--{name} is {getattr(self, name)}, but must be at most "
+                           f"{self.responses_per_prompt()}, the responses per prompt.")
         sequences = self.prompts_per_batch * self.train_samples
         if self.num_minibatches > sequences:
             bad.append(f"--num_minibatches is {self.num_minibatches}, but must be at most {sequences}, the "
@@ -323,7 +325,7 @@ class Run:
         self.device, self.rank, self.world_size = setup.start_processes(train and args.dtype == "bfloat16")
         bf16 = args.dtype == "bfloat16" or args.dtype == "auto" and self.device.type == "cuda"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
-        wanted = args.sampler == "auto" and not args.plain and self.device.type != "mps"
+        wanted = args.sampler == "auto" and not args.plain
         self.engine = "vllm" if args.sampler == "vllm" or wanted and setup.has_vllm() else "hf"
         if self.device.type == "cuda":
             args.micro_tokens = check_plan(args, self.config, train)

@@ -234,28 +234,18 @@ def tokens_covering(prefix: str, ids: list[int], decode) -> int:
     return 1 + bisect.bisect_left(range(1, len(ids)), True, key=lambda t: decode(ids[:t]).startswith(prefix))
 
 
-@dataclass
-class Question:
-    """A response to z_0, cut after its question, and what its solutions tell."""
-    rollout: Rollout
-    tokens: list[int]
-    """Of the question alone, without "Question:"; empty: none was found."""
-    kept: bool = False
-    """Not filtered."""
-    p: float = 0.0
-    answer: str | None = None
-    """l(q), the majority answer of its solutions."""
-
-
-def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
+def write_questions(run, args: Args) -> tuple[list[Rollout], list[Problem]]:
     """(n responses to z_0, cut after their questions; the problems in them to solve). Algorithm 1, step 3.
 
-    If no question is found, the whole response is trained: its rewards are all 0, which discourages it."""
+    Each response gets: tokens, of the question alone; kept, False if it is filtered; p and label, l(q), which
+    its solutions will tell. If no question is found, tokens are empty, and the whole response is trained: its
+    rewards are all 0, which discourages it."""
     z_0, n = args.own_prompts(run.tokenizer)["z_0"], args.prompts_per_batch
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
     for i, (rollout,) in enumerate(run.sample(asked, 1, [args.max_question_tokens] * n)):
-        questions.append(Question(rollout, []))
+        questions.append(rollout)
+        rollout.tokens, rollout.kept, rollout.p, rollout.label = [], False, 0.0, None
         text, end = find_question(rollout.text)
         if text is None:
             continue
@@ -263,28 +253,28 @@ def write_questions(run, args: Args) -> tuple[list[Question], list[Problem]]:
         length = tokens_covering(rollout.text[:end], rollout.response_ids, run.decode_ids)
         rollout.text, rollout.response_ids = rollout.text[:end], rollout.response_ids[:length]
         rollout.logprobs = rollout.logprobs[:length]
-        questions[i].tokens = run.tokenizer.encode(text, add_special_tokens=False)
+        rollout.tokens = run.tokenizer.encode(text, add_special_tokens=False)
         prompt_ids = encode_prompt(run.tokenizer, text, args.prompt, args.max_prompt_tokens)
         if prompt_ids:  # else too long
-            questions[i].kept = keep_question(text) or not args.filter
+            rollout.kept = keep_question(text) or not args.filter
             problems.append(Problem(text, id=i, prompt_ids=prompt_ids, same_answer=run.same_answer))
     return questions, problems
 
 
-def judge_question(question: Question, responses: list[Rollout], classes: list[int | None],
+def judge_question(question: Rollout, responses: list[Rollout], classes: list[int | None],
                    rewards: torch.Tensor) -> torch.Tensor:
     """Set p (Eq. 7) and l(q) from a question's solutions; returns R_s [m], 0 if the question is filtered."""
     winner = majority(classes)
     question.p = float(rewards.mean())
-    question.answer = responses[classes.index(winner)].answer if winner is not None else None
+    question.label = responses[classes.index(winner)].answer if winner is not None else None
     return rewards * question.kept
 
 
-def reward_questions(questions: list[Question], args: Args, same_answer=None) -> dict[str, float]:
+def reward_questions(questions: list[Rollout], args: Args, same_answer=None) -> dict[str, float]:
     """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10.
 
     same_answer: the task's equality of answers, see Problem."""
-    labels = Problem("", same_answer=same_answer).classes([q.answer for q in questions])
+    labels = Problem("", same_answer=same_answer).classes([q.label for q in questions])
     r_q = torch.tensor([question_reward(q.p, args.tau) * q.kept for q in questions])  # filtered: 0
     r_dq = (question_diversity([q.tokens for q in questions])
             * torch.tensor([bool(q.tokens) for q in questions]))  # no question: 0
@@ -292,7 +282,7 @@ def reward_questions(questions: list[Question], args: Args, same_answer=None) ->
     advantages = question_advantages(r_q, r_dq, r_da, args.rq * args.lambda_q, args.rdq * args.lambda_dq,
                                      args.rda * args.lambda_da)
     for q, advantage, *rewards in zip(questions, *torch.stack([advantages, r_q, r_dq, r_da]).tolist()):
-        q.rollout.advantage, q.rollout.rewards = advantage, rewards
+        q.advantage, q.rewards = advantage, rewards
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
                 answer_diversity=float(r_da.mean()), filtered=mean(not q.kept for q in questions),
                 no_question=mean(not q.tokens for q in questions),
@@ -337,10 +327,9 @@ def main(args: Args) -> None:
                 responses[i].advantage = advantage
                 train.append(responses[i])
         question_metrics = reward_questions(questions, args, run.same_answer) if questions else {}
-        written = [question.rollout for question in questions]
-        usable = any(question.kept and question.answer is not None for question in questions)
+        usable = any(question.kept and question.label is not None for question in questions)
         # not one usable question: diversity alone would reward noise, so there is no update
-        train = written + train if usable or not questions else []
+        train = questions + train if usable or not questions else []
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
         run.phase("score")
@@ -356,7 +345,7 @@ def main(args: Args) -> None:
         optimizer.param_groups[0]["lr"] = run.learning_rate()
         for minibatch in run.minibatches(train):
             minibatch_tokens = sum(response.length for response in minibatch)
-            n_questions = sum(response in written for response in minibatch)
+            n_questions = sum(response in questions for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 ratio_T = (logp_T - micro.old_logp_T).exp()
@@ -366,7 +355,7 @@ def main(args: Args) -> None:
                 kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
                 loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
-                question_T = micro.per_token([response in written for response in micro.rollouts])  # 1 or 0
+                question_T = micro.per_token([response in questions for response in micro.rollouts])  # 1 or 0
                 part_T = question_T * n_questions + (1 - question_T) * (len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
@@ -383,9 +372,8 @@ def main(args: Args) -> None:
             run.log_update(grad_norm)
 
         # 7. Log, evaluate, save a checkpoint.
-        run.log_sample(questions=[dict(text=q.rollout.text, kept=q.kept, p=q.p, answer=q.answer,
-                                       rewards=q.rollout.rewards, advantage=q.rollout.advantage)
-                                  for q in questions])
+        run.log_sample(questions=[dict(text=q.text, kept=q.kept, p=q.p, answer=q.label, rewards=q.rewards,
+                                       advantage=q.advantage) for q in questions])
         run.end_step(question_metrics)
     run.finish()
 

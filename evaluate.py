@@ -82,7 +82,7 @@ class Args:
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer; empty: found likewise."""
-    seed: common.Seed = 1
+    seed: common.CountOrZero = 1
     """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] | None = None
     """auto: vLLM if it imports, else transformers."""

@@ -58,12 +58,7 @@ class Args(common.Args):
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
-
-    def errors(self) -> list[str]:
-        bad = super().errors()
-        if self.kappa > self.votes:
-            bad.append(f"--kappa is {self.kappa}, but must be at most --votes, {self.votes}.")
-        return bad
+    AT_MOST_RESPONSES = ("train_samples", "kappa")  # a kappa above --votes penalises every prompt
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -169,26 +164,16 @@ def majority_count(classes: list[int | None]) -> int:
     return classes.count(majority(classes)) if majority(classes) is not None else 0
 
 
-def label_sigma(args: Args) -> float:
-    return dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
-
-
-def prompt_weights(run, args: Args) -> dict[int, float]:
-    """u of every problem, offline: from as many responses of the initial model as will vote later (Eq. 5).
-
-    --prompt_weighting none: 1. online: empty, since u then comes from each step's own votes."""
-    votes = initial_votes(run) if args.prompt_weighting == "offline" else {}
-    ones = dict.fromkeys((p.id for p in run.problems), 1.0) if args.prompt_weighting == "none" else {}
-    return ones | {i: prompt_weight(count, args.votes, args.prompt_sigma) for i, (_, count) in votes.items()}
-
-
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     run = common.Run(args)
     policy, reference, sampler = run.policy, run.reference, run.sampler
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
-    weight_of = prompt_weights(run, args)
+    sigma = dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
+    prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
+    # Eq. 5: c_ref is measured once, with as many responses of the initial model as will vote in a step.
+    initial = initial_votes(run) if args.prompt_weighting == "offline" else {}
 
     run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
     for step in run.steps():
@@ -208,12 +193,13 @@ def main(args: Args) -> None:
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
-            plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, label_sigma(args))
+            plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, sigma)
             trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
             count = majority_count(classes_N)
-            label = weighted_labels(classes_N, label_sigma(args)) if count >= args.kappa else None
+            label = weighted_labels(classes_N, sigma) if count >= args.kappa else None
             run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label=label)
-            u = weight_of[prompt.id] if weight_of else prompt_weight(count, args.votes, args.prompt_sigma)
+            _, c_ref = initial.get(prompt.id, (None, count))  # online: this step's own votes
+            u = prompt_weight(c_ref, args.votes, prompt_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
                 responses[i].weight = u

@@ -27,14 +27,9 @@ def distributed() -> bool:
     return dist.is_initialized() and "RANK" in os.environ
 
 
-def rank_from_environment() -> int:
-    """torchrun's rank of this process, also before the processes have found each other; 0 without it."""
-    return int(os.environ.get("RANK", 0))
-
-
 def rank_and_ranks() -> tuple[int, int]:
-    """(this process's rank, the number of ranks); (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
+    """torchrun's (rank of this process, number of ranks), also before these meet; (0, 1) without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def gather(item) -> list:

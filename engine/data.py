@@ -122,13 +122,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         text, gold = text.strip(), normal_gold(gold, exact=same_answer is not None)
         problems.setdefault(text, Problem(text, gold, len(problems), choices, row=row,
                                           same_answer=same_answer))
-    problems = list(problems.values())
     if not quiet:
-        known = sum(p.answer is not None for p in problems)
+        known = sum(p.answer is not None for p in problems.values())
         column = f"answer column '{answer}'" if answer else "no answer column"
         print(f"{name}: {len(problems)} problems from {source}, question column '{question}', {column} "
               f"({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
-    return problems
+    return list(problems.values())
 
 
 def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[str, object, int]:

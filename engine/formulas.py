@@ -37,7 +37,8 @@ def formula_key(formula: str) -> str | None:
     commands = set(re.findall(r"\\([a-zA-Z]+|.)", formula))
     if len(formula) > 200 or _REFUSED.search(formula) or not commands <= _COMMANDS:
         return None
-    s = re.sub(r"(\d+)\.(\d+)", _exact, formula)
+    # 0.1 is \frac{01}{10}, not a float
+    s = re.sub(r"(\d+)\.(\d+)", lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", formula)
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
     s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
@@ -52,12 +53,6 @@ def formula_key(formula: str) -> str | None:
         given_up.add(formula)
         worker.wait()
     return reply.strip() or None
-
-
-def _exact(decimal: re.Match) -> str:
-    r"""0.1 is \frac{01}{10}, not a float."""
-    whole, decimals = decimal.groups()
-    return rf"\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
 
 
 def _running_worker() -> subprocess.Popen:

@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -100,7 +101,8 @@ class HFSampler:
 
         A response ends, finished, with a token of stop_ids, or with the first token after which decode(ids)
         of its last tokens contains one of the texts in stop."""
-        samples, rollouts, rows = samples_of(requests), [], self._rows(requests)
+        rollouts, rows = [], self._rows(requests)
+        samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
         for first in range(0, len(samples), rows):
             rollouts += self._generate(samples[first:first + rows], temperature, top_p, top_k, stop, decode)
         rest = iter(rollouts)
@@ -134,7 +136,9 @@ class HFSampler:
         number = {}  # of each different prompt
         prompt_of = [number.setdefault(tuple(request.prompt_ids), len(number)) for request, _ in samples]
         prompt_of = torch.tensor(prompt_of, device=self.device)                 # [rows]
-        ids, mask = pad_left([list(prompt) for prompt in number], self.device)  # [prompts, longest]
+        left = dict(batch_first=True, padding_side="left")                      # both [prompts, longest]
+        ids = pad_sequence([torch.tensor(prompt) for prompt in number], **left).to(self.device)
+        mask = pad_sequence([torch.ones(len(prompt)).long() for prompt in number], **left).to(self.device)
         cache = DynamicCache(config=self.model.config)
         cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         position_ids = (mask.cumsum(1) - 1).clamp(min=0)
@@ -147,7 +151,7 @@ class HFSampler:
         rows = torch.arange(len(samples), device=self.device)                   # [rows], of [all]
         live = torch.ones_like(rows, dtype=torch.bool)                          # [rows]
         for t in range(steps):
-            u = uniform[rows.to(uniform.device), t]                             # [rows]
+            u = uniform[rows, t]                                                # [rows]
             token, logprob = draw(logits, u, temperature, top_p, top_k)         # [rows], [rows]
             tokens[rows, t] = token
             logprobs[rows, t] = logprob
@@ -178,30 +182,12 @@ class HFSampler:
         return rollouts
 
 
-def samples_of(requests: list[Request]) -> list[tuple[Request, int]]:
-    """(request, seed) of every single response: sample i of a request draws from seed + i."""
-    return [(request, request.seed + i) for request in requests for i in range(request.n)]
-
-
-def pad_left(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, both [prompts, longest]; the padding, at the left, has mask 0."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def exact_device(device: torch.device) -> torch.device:
-    """Where float64 numbers of this device are: Apple's Metal has none. Not tried there by us."""
-    return torch.device("cpu") if device.type == "mps" else device
-
-
 def uniform_numbers(samples: list[tuple[Request, int]], steps: int, device: torch.device) -> torch.Tensor:
     """[samples, steps] float64 in [0, 1), a stream of its own for every sample.
 
     Philox takes the whole seed as its key; torch's CPU generator takes only the lowest 32 bits."""
     streams = [np.random.Generator(np.random.Philox(key=seed)).random(steps) for _, seed in samples]
-    return torch.from_numpy(np.stack(streams)).to(exact_device(device))
+    return torch.from_numpy(np.stack(streams)).to(device)
 
 
 def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,10 +201,9 @@ def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple
         token = probs.argmax(-1)
     else:
         # float64: a float32 sum over 150k entries loses the tail
-        cumulative = probs.to(uniform.device).cumsum(-1, dtype=torch.float64)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
         u = uniform[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
-        token = token.to(probs.device)
     return token, probs.gather(-1, token[:, None]).squeeze(-1).log()
 
 

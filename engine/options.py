@@ -17,7 +17,7 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, distributed, gather, rank_from_environment
+from engine.base import UserError, distributed, gather, rank_and_ranks
 from engine.smollm2 import SMOLLM2
 
 # ------------------------------------------------------- ranges ---------------------------------------------
@@ -29,7 +29,6 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seed = CountOrZero
 
 
 def out_of_range(args) -> list[str]:
@@ -65,7 +64,7 @@ def parse(args_class: type, toy: dict):
     overrides = overrides_of(args_class, toy, args.model)
     if overrides:
         args = tyro.cli(args_class, default=args_class(**overrides), description=description)
-    if overrides and rank_from_environment() == 0:
+    if overrides and rank_and_ranks()[0] == 0:
         which = "--model smollm2 runs" if args.model else "No --model given, so this runs the built-in toy"
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if getattr(args, k) == v)
         print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
@@ -91,7 +90,7 @@ def parse_resumed(args_class: type, args, description: str):
             continue
         if name == "seed":
             raise UserError(f"--seed is {value}, but the run in {args.out} has {was}; start a new run.")
-        if rank_from_environment() == 0:
+        if rank_and_ranks()[0] == 0:
             print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
     return args
 
@@ -121,7 +120,7 @@ def launch(main, args_class: type, toy: dict) -> None:
     try:
         main(parse(args_class, toy))
     except UserError as error:
-        rank = rank_from_environment()
+        rank, _ = rank_and_ranks()
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)

@@ -13,7 +13,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.base import UserError, rank_from_environment
+from engine.base import UserError, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
@@ -39,7 +39,7 @@ class Plan:
         model without memory; root: those of embeddings and (untied) head, which FSDP gathers together; layer:
         those of one layer."""
         self.args, self.train = args, train
-        self.ranks, self.gpu = args.gpus or int(os.environ.get("WORLD_SIZE", 1)), (args.gpu_gib or 80.0) * GIB
+        self.ranks, self.gpu = args.gpus or rank_and_ranks()[1], (args.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not args.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
         self.c = 4 if args.dtype == "float32" else 2  # bytes of a number in the compute type
@@ -133,7 +133,7 @@ class Plan:
 def print_plan(args, config, train: bool = True) -> None:
     """Print the table on rank 0 and exit: with code 0 if the run fits, else 1."""
     plan = Plan(args, config, train)
-    if rank_from_environment() == 0:
+    if rank_and_ranks()[0] == 0:
         print(plan.table(), flush=True)
     sys.exit(1 if plan.misfit() else 0)
 

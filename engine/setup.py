@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from engine.base import UserError, first_line, rank_from_environment
+from engine.base import UserError, first_line, rank_and_ranks
 from engine.data import Problem, encode_prompt, load_problems, show_prompt, uses_chat_template
 from engine.options import script_name
 
@@ -48,7 +48,7 @@ def vllm_options(args, cuda: bool) -> dict:
 
 def engine_errors(args) -> list[str]:
     """One sentence each: what is wrong with --sampler, --tensor_parallel, --dtype."""
-    ranks, parallel, bad = args.gpus or int(os.environ.get("WORLD_SIZE", 1)), max(1, args.tensor_parallel), []
+    ranks, parallel, bad = args.gpus or rank_and_ranks()[1], max(1, args.tensor_parallel), []
     if (args.gpus or args.gpu_gib) and not args.plan:
         bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
@@ -93,8 +93,8 @@ def read_tokenizer(path: str, config, args):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except Exception as error:
-        reason = first_line(error)
-        raise UserError(f"--model is '{path}', but its tokenizer cannot be read: {reason}") from None
+        raise UserError(f"--model is '{path}', but its tokenizer cannot be read: "
+                        f"{first_line(error)}") from None
     if uses_chat_template(args.prompt) and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
@@ -117,7 +117,7 @@ def read_problems(name: str, args, tokenizer, flag: str, same_answer=None) -> li
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     fields = () if flag == "--eval" else (args.question_field, args.answer_field)
     try:
-        quiet = rank_from_environment() != 0
+        quiet = rank_and_ranks()[0] != 0
         problems = load_problems(name, *fields, quiet=quiet, same_answer=same_answer)
     except UserError as error:
         raise UserError(f"{flag}: {error}") from None
@@ -165,7 +165,7 @@ def print_prompts(args, tokenizer, problems: list[Problem], benchmarks: dict[str
     first = next((name for name, part in sets.items() if part), None)
     prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
-        if rank_from_environment() == 0:
+        if rank_and_ranks()[0] == 0:
             print(f"--- {name}: {len(ids)} tokens\n{show_prompt(tokenizer, ids)}")
     sys.exit(0)
 
@@ -175,10 +175,9 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
     """(device, rank, ranks). Opens the process group if there are ranks or a GPU, or for bfloat16.
 
     A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
-    cuda, ranks = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("mps" if torch.backends.mps.is_available() and ranks == 1 else "cpu")  # not tried
+    cuda, (rank, ranks) = torch.cuda.is_available(), rank_and_ranks()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if device.index >= torch.cuda.device_count():
             raise UserError("--nproc-per-node asks for more processes than the "
                             f"{torch.cuda.device_count()} GPU(s) here.")
@@ -188,7 +187,7 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
-    return device, rank_from_environment(), ranks
+    return device, rank, ranks
 
 
 # ------------------------------------------------ what a run is ---------------------------------------------
@@ -220,11 +219,11 @@ def code_digest(script: Path) -> str:
 
 def describe(args, ranks: int, device) -> dict:
     """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
-    git = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
+                          cwd=Path(__file__).parent, capture_output=True, text=True)
     versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=dataclasses.asdict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
-                git=done.stdout.strip(),
-                code=code_digest(Path(sys.argv[0])), started=time.strftime("%Y-%m-%dT%H:%M:%S"))
+                git=done.stdout.strip(), code=code_digest(Path(sys.argv[0])),
+                started=time.strftime("%Y-%m-%dT%H:%M:%S"))

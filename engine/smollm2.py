@@ -27,17 +27,18 @@ Solution: {}<|im_end|>
 """
 Z_0 = (SHOW.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
        + SHOW.format("5 * 6 + 7", "5 * 6 = 30, 30 + 7 = 37, so \\boxed{37}.") + ASK)
-# a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
-DTYPE = "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto"
 # What --model smollm2 overrides, beside what the toy does (common.TOY and the scripts' last lines).
 SMOLLM2 = dict(
     dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
-    eval_every=0, eval_samples=16, checkpoint_every=4, dtype=DTYPE, lr=1e-5,
+    eval_every=0, eval_samples=16, checkpoint_every=4, lr=1e-5,
+    # a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
+    dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
     num_minibatches=1, kl_coef=0.0,
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
     benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")  # evaluate.py's
 FOLDER = ROOT / "smollm2"
+
 
 def smollm2_folder() -> str:
     """The converted model's folder. Raises UserError if `make smollm2` has not made it."""
@@ -74,9 +75,9 @@ def make() -> None:
 def problems(seed: int = 7) -> dict[str, list[dict]]:
     """{file: rows}: a * b + c, one digit each, disjoint; out of domain c has two digits, 11 to 39."""
     rng, digits = random.Random(seed), range(2, 10)
-    near = [(a, b, c) for a in digits for b in digits for c in digits]
+    shown = ((3, 4, 2), (5, 6, 7))  # the prompt's examples
+    near = [(a, b, c) for a in digits for b in digits for c in digits if (a, b, c) not in shown]
     far = [(a, b, c) for a in digits for b in digits for c in range(11, 40)]
-    near = [numbers for numbers in near if numbers not in ((3, 4, 2), (5, 6, 7))]  # the prompt's examples
     near = rng.sample(near, 96)
     rows = {}
     for name, part in (("train", near[:48]), ("test", near[48:]), ("ood", rng.sample(far, 24))):

@@ -9,7 +9,7 @@ from conftest import fresh_state, run_toy
 
 import common
 import dynamic_rl
-from dynamic_rl import Args, Question, answer_diversity, find_question, judge_question, keep_question
+from dynamic_rl import Args, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
 from dynamic_rl import token_overlap
 
@@ -64,9 +64,10 @@ def test_question_advantages_eq_14():
     assert advantages.tolist() == pytest.approx([-3.53553, 3.53553], abs=5e-5)
 
 
-def written(p, answer, tokens, kept=True) -> Question:
-    rollout = common.Rollout([1], [2], torch.zeros(1), True)
-    return Question(rollout, tokens, kept, p, answer)
+def written(p, label, tokens, kept=True) -> common.Rollout:
+    question = common.Rollout([1], [2], torch.zeros(1), True)
+    question.p, question.label, question.tokens, question.kept = p, label, tokens, kept
+    return question
 
 
 def test_reward_questions_by_hand():
@@ -85,7 +86,7 @@ def test_reward_questions_by_hand():
     # z(R_dq): mean 7/12, deviations 1/12, 1/12, 5/12, -7/12, variance (1 + 1 + 25 + 49) / 144 / 3 = 0.175926,
     #          std 0.419435: 0.198680, 0.198680, 0.993400, -1.390760
     expected = [1.5 + 0.198680, -0.5 + 0.198680, -0.5 + 0.993400 + 1.224745, -0.5 - 1.390760 - 1.224745]
-    assert [q.rollout.advantage for q in questions] == pytest.approx(expected, abs=2e-5)
+    assert [q.advantage for q in questions] == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("answers, kept, p, answer, rewards", [
@@ -98,7 +99,7 @@ def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
     responses = [SimpleNamespace(answer=a) for a in answers]
     classes = common.equivalence_classes(answers)
     judged = judge_question(question, responses, classes, dynamic_rl.majority_reward(classes))
-    assert judged.tolist() == rewards and (question.p, question.answer) == (p, answer)
+    assert judged.tolist() == rewards and (question.p, question.label) == (p, answer)
 
 
 # ------------------------------------------------- questions ----------------------------------------------

@@ -130,8 +130,9 @@ def test_answer_diversity_is_not_of_the_task():
     """Odd equals odd: two questions of Dynamic RL share an answer."""
     questions = []
     for i, answer in enumerate(("3", "5", None, "8")):
-        response = Rollout([1], [2], torch.zeros(1), True, answer=answer)
-        questions.append(dynamic_rl.Question(response, [i], True, 0.5, answer))
+        question = Rollout([1], [2], torch.zeros(1), True)
+        question.tokens, question.kept, question.p, question.label = [i], True, 0.5, answer
+        questions.append(question)
     for task, share in (({}, 3 / 4), (dict(same_answer=parity), 2 / 4)):
         assert dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)["unique_answers"] == share
 

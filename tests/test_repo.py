@@ -130,7 +130,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(prompts_per_batch=200), "--prompts_per_batch is 200, but must be at most 128, the "),
     ("ttrl", dict(dataset="", eval="toy"), "there is nothing to train on: --dataset is empty; name one."),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold', but --dataset is empty or has problems without"),
-    ("restrain", dict(kappa=100, votes=16), "--kappa is 100, but must be at most --votes, 16."),
+    ("restrain", dict(kappa=100, votes=16), "--kappa is 100, but must be at most 16, the responses per"),
     ("ttrl", dict(gpu_gib=40), "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
     ("ttrl", dict(offload="optimizer"), "--offload is 'optimizer', but there is no GPU here to take "),
     # data

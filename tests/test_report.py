@@ -53,6 +53,7 @@ def test_explain_shows_something_else_than_the_scripts_functions_give():
 
 
 # --------------------------------------------------- lesson -----------------------------------------------
+@pytest.mark.slow
 def test_lesson_runs():
     """Every cell of docs/lesson.ipynb, and what it says of its outputs is true of those committed, too."""
     nbclient = pytest.importorskip("nbclient", reason="optional: no nbclient")

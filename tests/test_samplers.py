@@ -14,7 +14,7 @@ from common import UserError, VLLMSampler
 from engine import hf_sampler
 from engine.base import seed_of
 from engine.data import encode_prompt, load_problems
-from engine.hf_sampler import HFSampler, draw, samples_of, uniform_numbers
+from engine.hf_sampler import HFSampler, draw, uniform_numbers
 from engine.policy import Request
 from engine.setup import has_vllm
 
@@ -178,7 +178,8 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it():
 def test_two_samples_draw_the_same_numbers():
     """Of 1,000 steps of 8 problems: torch's CPU generator, which takes 32 bits of a seed, repeats streams."""
     requests = [Request([1], 2, seed_of(1, step, problem), 1) for step in range(1000) for problem in range(8)]
-    first = uniform_numbers(samples_of(requests), 1, CPU).flatten().tolist()
+    samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
+    first = uniform_numbers(samples, 1, CPU).flatten().tolist()
     assert len(set(first)) == len(first)
 
 

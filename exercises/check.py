@@ -7,6 +7,7 @@ import ast
 import importlib
 import math
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 
 import torch
 
-from engine.metrics import majority
 from exercises.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,15 +23,19 @@ EXERCISES = dict(enumerate("""ttrl.majority_reward ttrl.group_advantages scrl.ps
 
 
 def solution(script: str, name: str):
-    """The script's function, from its text (its import takes seconds); k3: two lines of the loop."""
+    """The script's function, from its text (its import takes seconds), and `majority`, which it may call.
+
+    k3 is two lines of the loop."""
     text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
     if name == "k3":
         lines = [line.strip() for line in text.splitlines() if line.strip().startswith(("d_T =", "kl_T ="))]
         text = "\n    ".join(["def k3(logp_T, ref_logp_T, reference=True):",
                               "micro = SimpleNamespace(ref_logp_T=ref_logp_T)", *lines, "return kl_T"])
     future, *rest = ast.parse("from __future__ import annotations\n" + text).body  # these name absent classes
+    rest += [node for node in ast.parse((ROOT / "engine/metrics.py").read_text(encoding="utf-8")).body
+             if getattr(node, "name", "") == "majority"]
     functions = [node for node in rest if isinstance(node, ast.FunctionDef)]
-    names = dict(torch=torch, math=math, mean=mean, majority=majority, SimpleNamespace=SimpleNamespace)
+    names = dict(torch=torch, math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)
     exec(compile(ast.Module([future, *functions], []), script, "exec"), names)
     return names[name]
 

@@ -1,9 +1,6 @@
 """All methods on the toy: same start, same number of steps and responses, three seeds; a table and a figure.
 
     python -m tools.compare                        # or `make compare`: gold GRPO and the six methods
-    python -m tools.compare --set ettrl            # ETTRL's two switches, each alone and both
-    python -m tools.compare --set dynamic          # Dynamic RL without answer or question diversity
-    python -m tools.compare --set minibatches      # TTRL: eight optimizer steps, mixed or prompt by prompt
     python -m tools.compare --set examples         # TTRL and the forks in examples/
     python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/real.md
 
@@ -43,19 +40,6 @@ SETS = {  # set -> name -> command, from the repository root
         "RESTRAIN": "restrain.py",
         "ETTRL": "ettrl.py",
         "Dynamic RL": "dynamic_rl.py"},
-    "ettrl": {
-        "TTRL (parallel, none)": "ettrl.py --rollout parallel --advantage none",
-        "EAR (parallel, res)": "ettrl.py --rollout parallel",
-        "ETMR (etmr, none)": "ettrl.py --advantage none",
-        "ETTRL (etmr, res)": "ettrl.py"},
-    "dynamic": {
-        "Dynamic RL": "dynamic_rl.py",
-        "no answer diversity": "dynamic_rl.py --no-rda",
-        "no question diversity": "dynamic_rl.py --no-rdq",
-        "neither": "dynamic_rl.py --no-rda --no-rdq"},
-    "minibatches": {
-        "TTRL, mixed": "ttrl.py --num_minibatches 8 --minibatches mixed",
-        "TTRL, by prompt": "ttrl.py --num_minibatches 8 --minibatches by_prompt"},
     "examples": {"TTRL": "ttrl.py"}}
 for example in sorted((ROOT / "examples").glob("*.diff")):
     SETS["examples"][example.stem] = f"{example.stem}.py"

@@ -60,8 +60,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
-        for name, tensor in tensors.items():  # a file, which is put together in host memory, takes 1 GiB
-            files[name] = 1 + (size // ranks >> 30)
+        for name, tensor in tensors.items():  # a file, put together in host memory, takes 256 MiB
+            files[name] = 1 + (size // ranks >> 28)
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())

@@ -172,8 +172,6 @@ CLAIMS = [
         (KAPPA16, "ttrl.py"), "LONG16", END1, +1, GAIN),
     few("R2f", "RESTRAIN keeps what it gained; TTRL loses more of it, with 16 votes.", "RESTRAIN, Figure 4",
         (KAPPA16, "ttrl.py"), "LONG16", "kept", +1, .02),
-    few("R2g", "RESTRAIN ends above TTRL after 200 steps at a lower rate.", "RESTRAIN, section 4, Figure 4",
-        (KAPPA8, "ttrl.py"), "LONG12", END1, +1, GAIN),
     few("R3a", "Without soft labels, all weight on the majority, RESTRAIN ends lower.", "RESTRAIN, Figure 5a",
         (KAPPA16, f"{KAPPA16} --label_weighting majority"), "HARD16", END1, +1, .02),
     few("R3b", "With equal weights for all labels RESTRAIN ends lower.", "RESTRAIN, Table 8",

@@ -388,9 +388,11 @@ class Run:
                 signal.signal(number, self._on_signal)
         self.folder.start(self.first_step, self.total_steps)
         args = self.args
-        self.say(f"Steps {self.first_step} to {self.total_steps} have {args.prompts_per_batch} prompts each, "
-                 f"with {args.responses_per_prompt()} responses, of which {args.train_samples} are trained; "
-                 "how long they take is printed after the first of them.")
+        todo = (f"Steps {self.first_step} to {self.total_steps} have {args.prompts_per_batch} prompts each, "
+                f"with {args.responses_per_prompt()} responses, of which {args.train_samples} are trained; "
+                "how long they take is printed after the first of them.")
+        done = f"All {self.total_steps} steps are done; a larger --steps goes on."
+        self.say(todo if self.first_step <= self.total_steps else done)
         if self.first_step == 1 and self.benchmarks and self.args.eval_start:
             self.say(f"Evaluating the initial model on {', '.join(self.benchmarks)} ...")
             self.folder.log(0, self.evaluate())

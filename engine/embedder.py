@@ -30,8 +30,8 @@ class Embedder:
     def __init__(self, name: str):
         self.name, self.path, self.model = name, name, None
         if name != "words" and not util.find_spec("sentence_transformers"):
-            raise UserError(f"--embedder is {name!r}, which needs sentence-transformers; pip "
-                            "install -r requirements-cpu.txt, or give --embedder words.")
+            raise UserError(f"--embedder is {name!r}, which needs another package; pip install "
+                            "sentence-transformers, or give --embedder words.")
         try:
             if name.startswith("package:"):
                 self.path = str(resources.files(name.removeprefix("package:")) / "model")

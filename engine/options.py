@@ -36,7 +36,7 @@ def out_of_range(args) -> list[str]:
     try:
         TypeAdapter(type(args)).validate_python(vars(args))
     except ValidationError as error:
-        return [f"--{e['loc'][0]} is {e['input']!r}, but the {e['msg'][0].lower()}{e['msg'][1:]}."
+        return [f"--{e['loc'][0]} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}."
                 for e in error.errors()]
     return []
 

@@ -70,7 +70,7 @@ def read_config(path: str, args):
     """The model's config, which is all that a plan needs.
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
-    wanted = f"--model is '{path}', but must be a Hub id or a folder with a model and its tokenizer"
+    wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except Exception as error:

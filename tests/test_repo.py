@@ -116,7 +116,7 @@ def test_a_shared_function_differs_between_scripts(function):
 
 
 # ------------------------------------------- bad input is one sentence -----------------------------------
-RANGE = "but the input should be "
+RANGE = "but must be "
 BAD = [  # (script, flags, the sentence or its beginning)
     # options: values out of range
     ("ttrl", dict(votes=0), f"--votes is 0, {RANGE}greater than or equal to 1."),
@@ -143,7 +143,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders
-    ("ttrl", dict(model="nowhere"), "--model is 'nowhere', but must be a Hub id or a folder with a model "),
+    ("ttrl", dict(model="nowhere"), "--model is 'nowhere', but no model can be read from a folder or the "),
     ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", dict(embedder="nowhere"), "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", dict(out="/proc/run"), "--out is '/proc/run', "),

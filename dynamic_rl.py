@@ -356,7 +356,7 @@ def main(args: Args) -> None:
                 loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
                 # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
                 question_T = micro.per_token([response in questions for response in micro.rollouts])  # 1 or 0
-                part_T = question_T * n_questions + (1 - question_T) * (len(minibatch) - n_questions)
+                part_T = question_T * n_questions + (1 - question_T) * max(1, len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens

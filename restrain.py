@@ -41,7 +41,7 @@ class Args(common.Args):
     sigma: common.NonNegativeOrInf = 0.5
     """sigma of the label weights, 0 to inf (section 2.1; value: D.2; Table 8)."""
     kappa: common.CountOrZero = 3
-    """kappa: with fewer votes for the majority all are penalised (Eq. 4; D.2). 0: never (Table 4)."""
+    """kappa: with fewer majority votes all are penalised (Eq. 4; D.2; Table 10). 0: never (Table 4)."""
     delta: common.NonNegative = 1.0
     """delta, the penalty: their advantage is -delta (Eq. 4; D.2; Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
@@ -49,9 +49,9 @@ class Args(common.Args):
     prompt_sigma: common.NonNegativeOrInf = 0.5
     """sigma of the prompt weights (D.2: one sigma for both; we read Table 8 as varying only the labels')."""
     votes: common.Count = 16
-    """n, responses sampled per prompt; all of them vote (D.2)."""
+    """n, responses sampled per prompt (D.2); all of them vote (section 2.1)."""
     train_samples: common.Count = 16
-    """Responses trained per prompt: all (D.2)."""
+    """Responses trained per prompt: all (Eq. 7)."""
     lr: common.NonNegative = 1e-6
     """Peak learning rate of AdamW (D.2)."""
     epochs: common.CountOrZero = 20

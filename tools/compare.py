@@ -99,6 +99,7 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
 
     Raises common.UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on
     which it finishes its step and writes a checkpoint."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if state_of(folder, command) != "finished"]
     running: dict[Path, multiprocessing.Process] = {}
     try:
@@ -165,7 +166,6 @@ def main() -> None:
         folders[name] = [out / f"{name}-seed{seed}" for seed in options.seeds]
         for seed, folder in zip(options.seeds, folders[name]):
             jobs[folder] = f"{command} --seed {seed} --steps {steps} {REAL if real else TOY}".split()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if options.set == "examples":
         subprocess.run(["make", *(f"{name}.py" for name in folders if name != "TTRL")], cwd=ROOT, check=True)
     try:

@@ -240,7 +240,7 @@ def main(args: Args) -> None:
                 (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
                 run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
                                clip_fraction=ratio_T != clipped_T)
-            grad_norm = policy.clip_grad_norm(args.grad_clip)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
                 optimizer.step()
             optimizer.zero_grad()

@@ -68,9 +68,16 @@ def listing(path: Path) -> str:
             f"`````{language} linenums=\"1\"\n{path.read_text()}`````\n")
 
 
+def colab(repository: str) -> str:
+    """The badge that opens the lesson of a GitHub repository, "owner/name", in Colab."""
+    address = f"https://colab.research.google.com/github/{repository}/blob/main/docs/lesson.ipynb"
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})\n\n"
+
+
 def notebook(path: Path) -> str:
     """The lesson as a page: its cells, and what they print or draw."""
-    text = ""
+    repository = os.environ.get("GITHUB_REPOSITORY")  # only the workflow that publishes the site knows it
+    text = colab(repository) if repository else ""
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         text += f"```python\n{source}\n```\n\n" if cell["cell_type"] == "code" else f"{source}\n\n"

@@ -246,11 +246,6 @@ class Policy:
         values_of = ChainMap(*gather(mine))
         return [tuple(values_of[i]) for i in range(len(rollouts))]
 
-    def clip_grad_norm(self, largest: float) -> float:
-        """Scale the gradients to a norm, over all ranks, of at most `largest`; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest, foreach=True)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
     def named_tensors(self, dtype):
         """(name, full tensor of this type) of every parameter, a tied one once. A collective: the ranks give
         each other their shards, after the cast."""

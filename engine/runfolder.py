@@ -192,7 +192,8 @@ def evaluation_table(history: list[dict]) -> str:
     for name, value in after.items():
         if name.startswith("eval/") and not name.endswith("stderr"):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "pass@1: share of right responses; pass@k: of problems that k responses solve "
+                      "at least once; maj@k: of right majorities of k"])
 
 
 def vote_record(group: dict) -> dict:

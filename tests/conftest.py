@@ -272,7 +272,8 @@ class Watched:
             verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
             instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))
         cpu = mock.patch("engine.setup.start_processes", return_value=(torch.device("cpu"), 0, 1))
-        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, instead, \
+        clip = mock.patch("torch.nn.utils.clip_grad_norm_", self._clip)
+        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, clip, instead, \
                 mock.patch.object(sys, "argv", [f"{self.script}.py"]):
             self.metrics = run_toy(self.module, self.out, **self.flags)
         return self
@@ -300,7 +301,6 @@ class Watched:
         if run.reference:
             spy(run.reference, "score_ref", before=lambda rollouts, temperature: call("score_ref"))
         spy(run.policy, "logprobs", before=self._forward)
-        spy(run.policy, "clip_grad_norm", before=self._will_clip, after=self._clipped)
 
     def _started(self, result, optimizer) -> None:
         spy(optimizer, "step", before=self._will_step)
@@ -365,12 +365,12 @@ class Watched:
         if torch.is_grad_enabled():
             self._update().micros += 1
 
-    def _will_clip(self, largest) -> None:
+    def _clip(self, parameters, largest, clip=torch.nn.utils.clip_grad_norm_) -> torch.Tensor:
         update = self.update = self._update()
         update.weights, update.gradient = self.policy_weights(), self.gradient()
-
-    def _clipped(self, norm, largest) -> None:
-        self.update.grad_norm = norm
+        norm = clip(parameters, largest)
+        update.grad_norm = float(norm)
+        return norm
 
     def _will_step(self, closure=None) -> None:
         if self.updates:  # else a checkpoint makes the optimizer's state

@@ -41,7 +41,7 @@ def trained(**flags) -> tuple[float, dict[str, torch.Tensor]]:
     for _ in range(2):
         for micro in policy.micro_batches(rollouts):
             policy.logprobs(micro, 1.0)[0].sum().backward()
-        norm = policy.clip_grad_norm(1.0)
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
     return norm, dict(policy.named_tensors(torch.float32))

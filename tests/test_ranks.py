@@ -251,6 +251,7 @@ def test_ranks_train_on_although_they_do_not_have_the_same(disagreeing, name, se
 
 
 # ------------------------------------------------- torchrun ----------------------------------------------
+@pytest.mark.slow
 def test_vllm_on_two_nodes(tmp_path):
     """Two torchrun agents on this machine, one rank each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",

@@ -158,11 +158,11 @@ def poison(*bad: int):
             poisoned = torch.is_grad_enabled() and done["updates"] in bad
             return logp * math.nan if poisoned else logp, entropy
 
-        def count(norm, largest):
+        def count(grad_norm):
             done["updates"] += 1
 
         run.policy.logprobs = logprobs
-        spy(run.policy, "clip_grad_norm", after=count)
+        spy(run, "log_update", before=count)
 
     return meddle
 

@@ -35,6 +35,11 @@ REGIMES = {
     "PLAIN300": f"--dataset toy/plain.jsonl --lr 5e-4 --steps 300 --eval_samples 16 {GROUP16}",
     # 64 of 2 or 3 whose errors are slips
     "SLIPS": f"--dataset toy/slips.jsonl --lr 5e-4 --steps 40 --eval_samples 16 {GROUP16}",
+    # a start model of half the pretraining, right on 8% of PLAIN's problems, and more votes
+    "WEAK": "--model runs/weak --sampler hf --max_prompt_tokens 128 --max_new_tokens 128 --micro_tokens 2048 "
+            "--dataset toy/plain.jsonl --lr 2e-4 --warmup 0.1 --steps 60 --prompts_per_batch 16 --votes 32 "
+            "--train_samples 16 --num_minibatches 2 --eval train --eval_samples 16 --eval_temperature 1 "
+            f"--eval_top_p 1 {SAME}",
     # no training (rate 0): only the votes of eight times 8 prompts
     "TREE": "--dataset toy/hard.jsonl --lr 0 --steps 8 --prompts_per_batch 8 --train_samples 1 "
             f"--num_minibatches 1 {SAME} --eval=",
@@ -42,7 +47,7 @@ REGIMES = {
     "DYN": f"{QUESTIONS} --lambda_q 10 --lambda_dq 10 --lambda_da 10 --eval toy/plain.jsonl {SAME}"}
 # of a run, on an idle core
 MINUTES = dict(HARD8=.3, LONG8=2.9, LONG16=2.7, LONG12=6.8, HARD16=.7, PLAIN=.8, PLAIN300=8, SLIPS=1.0,
-               TREE=.3, DYN=.9)
+               WEAK=2.7, TREE=.3, DYN=.9)
 VOTES = "VOTES"  # no training: the unit is the problem, 64 responses each of the initial model to HARD's 96
 
 
@@ -73,11 +78,12 @@ def slow(*fields) -> Claim:
 
 EVOL = "evol_rl.py --embedder words --eval_top_k 0"
 TREE20, PARALLEL = "ettrl.py --trunks 4", "ettrl.py --rollout parallel"
-KAPPA8, KAPPA16 = "restrain.py --kappa 2", "restrain.py --kappa 3"
+KAPPA8, KAPPA16, KAPPA32 = "restrain.py --kappa 2", "restrain.py --kappa 3", "restrain.py --kappa 6"
 PAPERS = "dynamic_rl.py --lambda_q 0.001 --lambda_dq 0.1 --lambda_da 1"  # the paper's weights
 END1, END8, END16 = "end eval/train/pass@1", "end eval/train/pass@8", "end eval/train/pass@16"
 ENDPLAIN = "end eval/toy/plain.jsonl/pass@1"
 GAIN = .05
+MAKE_WEAK = "First make the start model: `python toy/make_toy.py --out runs/weak --steps 1200 --model_only`."
 CLAIMS = [
     # ------------------------------------------------ TTRL ------------------------------------------------
     Claim("T1", "Majority labels alone raise pass@1.", "TTRL, Table 1",
@@ -145,6 +151,8 @@ CLAIMS = [
         ("scrl.py", "ttrl.py"), "LONG16", "kept", +1, .02),
     few("S4g", "SCRL ends above TTRL after 200 steps at a lower rate.", "SCRL, Table 1",
         ("scrl.py", "ttrl.py"), "LONG12", END1, +1, GAIN),
+    few("S4h", "SCRL ends above TTRL from a weaker start model.", "SCRL, Table 1",
+        ("scrl.py", "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
     few("S5a", "Abstaining matters: with every majority as a label SCRL ends lower.", "SCRL, Table 3",
         ("scrl.py", "scrl.py --no-selective_positive"), "HARD16", END1, +1, .02),
     few("S5b", "Negative labels matter: without them SCRL ends lower.", "SCRL, Table 3",
@@ -172,6 +180,10 @@ CLAIMS = [
         (KAPPA16, "ttrl.py"), "LONG16", END1, +1, GAIN),
     few("R2f", "RESTRAIN keeps what it gained; TTRL loses more of it, with 16 votes.", "RESTRAIN, Figure 4",
         (KAPPA16, "ttrl.py"), "LONG16", "kept", +1, .02),
+    few("R2g", "RESTRAIN ends above TTRL after 200 steps at a lower rate.", "RESTRAIN, section 4, Figure 4",
+        (KAPPA8, "ttrl.py"), "LONG12", END1, +1, GAIN),
+    few("R2h", "RESTRAIN ends above TTRL from a weaker start model.", "RESTRAIN, section 4, Figure 4",
+        (KAPPA32, "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
     few("R3a", "Without soft labels, all weight on the majority, RESTRAIN ends lower.", "RESTRAIN, Figure 5a",
         (KAPPA16, f"{KAPPA16} --label_weighting majority"), "HARD16", END1, +1, .02),
     few("R3b", "With equal weights for all labels RESTRAIN ends lower.", "RESTRAIN, Table 8",
@@ -223,9 +235,9 @@ CLAIMS = [
     Claim("Y2", "It sharpens what the start model prefers: problems with a right majority gain more.",
           "arXiv:2603.08660", ("ttrl.py", "0"), "PLAIN", "sharpening", +1, GAIN),
     Claim("Y3", "The step of the collapse tells how well a start model can be trained.", "arXiv:2603.08660",
-          note="It takes several start models; the toy is one."),
-    Claim("Y4", "Weaker start models end below their start.", "arXiv:2511.04902",
-          note="It takes several start models; the toy is one. T4b asks it of harder problems."),
+          note="It takes many start models, and runs that fall from each."),
+    few("Y4", "Weaker start models end below their start.", "arXiv:2511.04902",
+        ("ttrl.py", "start"), "WEAK", END1, -1, .02, MAKE_WEAK),
     few("Y5", "Leaving out prompts without a clear majority helps.", "arXiv:2511.04902",
         ("scrl.py --no-negatives", "scrl.py --no-negatives --no-selective_positive"), "HARD16", END1, +1,
         .02)]

@@ -189,7 +189,7 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
         jobs |= {folder_of(claim, arm, seed): command_of(claim, arm, seed) for arm in arms}
     print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
           f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most {minutes(claim):.0f} "
-          "core-minutes.", flush=True)
+          f"core-minutes. {claim.note}", flush=True)
     compare.run_all(jobs, workers)
     result = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
     keep(claim, "held_out" if held_out else "reported", result)

@@ -5,6 +5,7 @@ something to do.
 
     python toy/make_toy.py --out toy             # minutes on a CPU, seeded
     python toy/make_toy.py --unselected          # only write the four unselected sets (a second)
+    python toy/make_toy.py --out runs/weak --steps 1200 --model_only    # a weaker start model
 
 A base model that is worth training without labels has to fail in two ways, and this one does:
   - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
@@ -356,6 +357,7 @@ def main():
     ap.add_argument("--out", default="toy")
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--steps", type=int, default=2400, help="of pretraining")
+    ap.add_argument("--model_only", action="store_true", help="no problems; with fewer --steps a weaker model")
     ap.add_argument("--unselected", action="store_true", help="only write plain, hard, slips and traps")
     args = ap.parse_args()
     torch.manual_seed(args.seed)
@@ -379,6 +381,8 @@ def main():
     pretrain(model, tok, args.seed, args.steps, held_out={*pool, *ood})
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model.save_pretrained(args.out)
+    if args.model_only:
+        return
     train, test = select(model.eval(), tok, list(pool.values()))
     for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
         write_problems(args.out, name, problems)

@@ -15,6 +15,7 @@ DOCS = ROOT / "docs"
 KATEX = ROOT / ".docs/node_modules/katex/dist"
 CODE = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py", "common.py"]
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
+BADGE = re.compile(r"^\[!\[tests\].*\n", re.MULTILINE)  # of README: its address is only right on GitHub
 TERM = re.compile(r"^(\|.*\| )`([^`]+)`( \| `(\w+)` \|)$", re.MULTILINE)
 RENDER = """const katex = require(process.argv[1]), found = JSON.parse(require('fs').readFileSync(0))
 console.log(JSON.stringify(found.map(([tex, block]) =>
@@ -58,7 +59,7 @@ def page_of(path: Path) -> str:
 
 def targets(path: Path) -> list[Path]:
     """The repository's files that a Markdown file links to."""
-    return [(path.parent / target).resolve() for target, _ in LINK.findall(path.read_text())]
+    return [(path.parent / target).resolve() for target, _ in LINK.findall(BADGE.sub("", path.read_text()))]
 
 
 def listing(path: Path) -> str:
@@ -128,7 +129,7 @@ def on_page_markdown(markdown, page, config, files):
         target = (source.parent / link[1]).resolve()
         return os.path.relpath(page_of(target), Path(uri).parent) + (link[2] or "")
 
-    markdown = LINK.sub(moved, markdown).replace("<details>", '<details markdown="1">')
+    markdown = LINK.sub(moved, BADGE.sub("", markdown)).replace("<details>", '<details markdown="1">')
     return markdown.replace("```python\n>>>", "```pycon\n>>>")
 
 

@@ -357,7 +357,7 @@ def main():
     ap.add_argument("--out", default="toy")
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--steps", type=int, default=2400, help="of pretraining")
-    ap.add_argument("--model_only", action="store_true", help="no problems; with fewer --steps a weaker model")
+    ap.add_argument("--model_only", action="store_true", help="no problems; with fewer --steps, a weaker one")
     ap.add_argument("--unselected", action="store_true", help="only write plain, hard, slips and traps")
     args = ap.parse_args()
     torch.manual_seed(args.seed)

@@ -78,6 +78,7 @@ def slow(*fields) -> Claim:
 
 EVOL = "evol_rl.py --embedder words --eval_top_k 0"
 TREE20, PARALLEL = "ettrl.py --trunks 4", "ettrl.py --rollout parallel"
+# about 3/16 of the votes, as in the paper
 KAPPA8, KAPPA16, KAPPA32 = "restrain.py --kappa 2", "restrain.py --kappa 3", "restrain.py --kappa 6"
 PAPERS = "dynamic_rl.py --lambda_q 0.001 --lambda_dq 0.1 --lambda_da 1"  # the paper's weights
 END1, END8, END16 = "end eval/train/pass@1", "end eval/train/pass@8", "end eval/train/pass@16"

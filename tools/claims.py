@@ -320,7 +320,9 @@ def page() -> str:
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
     verdicts = [row["verdict"] for row in rows.values()]
     weak = [name for name, row in rows.items() if row["verdict"] == "shown" and row["holm"] >= .05]
-    return template.render(rows=rows, verdicts=verdicts, weak=weak, regimes=REGIMES, hours=hours) + "\n"
+    sure = [name for name, row in rows.items() if row["verdict"] == "opposite" and row["holm"] < .05]
+    return template.render(rows=rows, verdicts=verdicts, weak=weak, sure=sure, regimes=REGIMES,
+                           hours=hours) + "\n"
 
 
 def main() -> None:

@@ -201,10 +201,8 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
         IMAGES.mkdir(parents=True, exist_ok=True)
         logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
         panels = dict.fromkeys(["batch_pass@1", claim.metric.partition(" ")[2], "majority_ratio", "entropy"])
-        labels = {}
-        for arm in arms:
-            label = arm.replace(EVOL, "evol_rl").replace(".py", "")
-            labels[plot.name_of(folder_of(claim, arm, seeds[0]))] = label
+        names = [plot.name_of(folder_of(claim, arm, seeds[0])) for arm in arms]
+        labels = dict(zip(names, [arm.replace(EVOL, "evol_rl").replace(".py", "") for arm in arms]))
         panels = [name for name in panels if name in logged]
         plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels, labels=labels)
 
@@ -318,11 +316,9 @@ def page() -> str:
     hours = sum(MINUTES[regime] for regime in runs.values()) / 60
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
-    verdicts = [row["verdict"] for row in rows.values()]
     weak = [name for name, row in rows.items() if row["verdict"] == "shown" and row["holm"] >= .05]
     sure = [name for name, row in rows.items() if row["verdict"] == "opposite" and row["holm"] < .05]
-    return template.render(rows=rows, verdicts=verdicts, weak=weak, sure=sure, regimes=REGIMES,
-                           hours=hours) + "\n"
+    return template.render(rows=rows, weak=weak, sure=sure, regimes=REGIMES, hours=hours) + "\n"
 
 
 def main() -> None:

@@ -192,8 +192,8 @@ def evaluation_table(history: list[dict]) -> str:
     for name, value in after.items():
         if name.startswith("eval/") and not name.endswith("stderr"):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join([*lines, "pass@1: share of right responses; pass@k: of problems that k responses solve "
-                      "at least once; maj@k: of right majorities of k"])
+    return "\n".join([*lines, "pass@1: the share of right responses; pass@k: of problems that at least one "
+                      "of k solves; maj@k: of problems where the majority of k is right"])
 
 
 def vote_record(group: dict) -> dict:

@@ -481,8 +481,9 @@ class Run:
         if self.stop_signal:
             os._exit(128 + number)  # the second one leaves at once
         self.stop_signal = number
-        self.say(f"\n{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
-                 "(again: leave at once)")
+        if self.rank == 0:  # os.write: the signal may have interrupted a print, which cannot be entered twice
+            os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
+                        "(again: leave at once)\n".encode())
 
     # -- the loop's verbs ------------------------------------------------------------------------------------
     def next_prompts(self, batch: int | None = None) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -141,6 +142,28 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, numbe
     assert_same_runs(out, whole)
     record = json.loads((out / "run.json").read_text())  # of both starts
     assert [begun["args"]["resume"] for begun in [*record["before"], record]] == [False, True]
+
+
+class SignalsItself(io.RawIOBase):
+    """A stderr that gets a SIGTERM in the middle of its first write of a progress bar with a reward."""
+    signals = 1
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if b"reward" in bytes(data) and self.signals:
+            self.signals -= 1
+            signal.raise_signal(signal.SIGTERM)
+        return len(data)
+
+
+def test_a_signal_in_the_middle_of_a_print_is_a_traceback(tmp_path, monkeypatch):
+    stderr = io.TextIOWrapper(io.BufferedWriter(SignalsItself()), write_through=True)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(SystemExit) as leave:
+        run_toy(ttrl, tmp_path / "run", **STEPS)
+    assert leave.value.code == 128 + signal.SIGTERM
 
 
 # ------------------------------------------- checkpoints that are not whole --------------------------------

@@ -40,6 +40,9 @@ REGIMES = {
             "--dataset toy/plain.jsonl --lr 2e-4 --warmup 0.1 --steps 60 --prompts_per_batch 16 --votes 32 "
             "--train_samples 16 --num_minibatches 2 --eval train --eval_samples 16 --eval_temperature 1 "
             f"--eval_top_p 1 {SAME}",
+    # SmolLM2-135M at four times its usual rate, at which TTRL's labels get worse (docs/real.md, one run)
+    "REAL": "--model smollm2 --lr 4e-5 --steps 16 --eval smollm2 --eval_start False --eval_every 0 "
+            "--eval_samples 8 --checkpoint_every 0",
     # no training (rate 0): only the votes of eight times 8 prompts
     "TREE": "--dataset toy/hard.jsonl --lr 0 --steps 8 --prompts_per_batch 8 --train_samples 1 "
             f"--num_minibatches 1 {SAME} --eval=",
@@ -47,7 +50,7 @@ REGIMES = {
     "DYN": f"{QUESTIONS} --lambda_q 10 --lambda_dq 10 --lambda_da 10 --eval toy/plain.jsonl {SAME}"}
 # of a run, on an idle core
 MINUTES = dict(HARD8=.3, LONG8=2.9, LONG16=2.7, LONG12=6.8, HARD16=.7, PLAIN=.8, PLAIN300=8, SLIPS=1.0,
-               WEAK=2.7, TREE=.3, DYN=.9)
+               WEAK=2.7, REAL=10, TREE=.3, DYN=.9)
 VOTES = "VOTES"  # no training: the unit is the problem, 64 responses each of the initial model to HARD's 96
 
 
@@ -83,6 +86,7 @@ KAPPA8, KAPPA16, KAPPA32 = "restrain.py --kappa 2", "restrain.py --kappa 3", "re
 PAPERS = "dynamic_rl.py --lambda_q 0.001 --lambda_dq 0.1 --lambda_da 1"  # the paper's weights
 END1, END8, END16 = "end eval/train/pass@1", "end eval/train/pass@8", "end eval/train/pass@16"
 ENDPLAIN = "end eval/toy/plain.jsonl/pass@1"
+ENDREAL = "end eval/smollm2/pass@1"
 GAIN = .05
 MAKE_WEAK = "First make the start model: `python toy/make_toy.py --out runs/weak --steps 1200 --model_only`."
 CLAIMS = [
@@ -154,6 +158,8 @@ CLAIMS = [
         ("scrl.py", "ttrl.py"), "LONG12", END1, +1, GAIN),
     few("S4h", "SCRL ends above TTRL from a weaker start model.", "SCRL, Table 1",
         ("scrl.py", "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
+    few("S4i", "SCRL ends above TTRL on real weights, at a rate at which TTRL falls.", "SCRL, Table 1",
+        ("scrl.py", "ttrl.py"), "REAL", ENDREAL, +1, GAIN),
     few("S5a", "Abstaining matters: with every majority as a label SCRL ends lower.", "SCRL, Table 3",
         ("scrl.py", "scrl.py --no-selective_positive"), "HARD16", END1, +1, .02),
     few("S5b", "Negative labels matter: without them SCRL ends lower.", "SCRL, Table 3",
@@ -185,6 +191,8 @@ CLAIMS = [
         (KAPPA8, "ttrl.py"), "LONG12", END1, +1, GAIN),
     few("R2h", "RESTRAIN ends above TTRL from a weaker start model.", "RESTRAIN, section 4, Figure 4",
         (KAPPA32, "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
+    few("R2i", "RESTRAIN ends above TTRL on real weights, at a rate at which TTRL falls.",
+        "RESTRAIN, section 4, Figure 4", ("restrain.py", "ttrl.py"), "REAL", ENDREAL, +1, GAIN),
     few("R3a", "Without soft labels, all weight on the majority, RESTRAIN ends lower.", "RESTRAIN, Figure 5a",
         (KAPPA16, f"{KAPPA16} --label_weighting majority"), "HARD16", END1, +1, .02),
     few("R3b", "With equal weights for all labels RESTRAIN ends lower.", "RESTRAIN, Table 8",

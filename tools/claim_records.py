@@ -41,7 +41,7 @@ REGIMES = {
             "--train_samples 16 --num_minibatches 2 --eval train --eval_samples 16 --eval_temperature 1 "
             f"--eval_top_p 1 {SAME}",
     # SmolLM2-135M at four times its usual rate, at which TTRL's labels get worse (docs/real.md, one run)
-    "REAL": "--model smollm2 --lr 4e-5 --steps 16 --eval smollm2 --eval_start False --eval_every 0 "
+    "REAL": "--model smollm2 --lr 4e-5 --steps 16 --eval smollm2 --no-eval_start --eval_every 0 "
             "--eval_samples 8 --checkpoint_every 0",
     # no training (rate 0): only the votes of eight times 8 prompts
     "TREE": "--dataset toy/hard.jsonl --lr 0 --steps 8 --prompts_per_batch 8 --train_samples 1 "

@@ -147,7 +147,7 @@ class Args:
     offload: Literal["none", "reference", "optimizer"] = "none"
     """In host memory: the reference model; optimizer: weights, gradients and AdamW, too. Not run on a GPU."""
     plan: bool = False
-    """Print memory, time and disk space of this run, from the model's config alone, and exit."""
+    """Print the memory that this run takes, from the model's config alone, and exit."""
     gpus: CountOrZero = 0
     """With --plan: GPUs to plan for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0

@@ -144,26 +144,19 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, numbe
     assert [begun["args"]["resume"] for begun in [*record["before"], record]] == [False, True]
 
 
-class SignalsItself(io.RawIOBase):
-    """A stderr that gets a SIGTERM in the middle of its first write of a progress bar with a reward."""
-    signals = 1
-
-    def writable(self):
-        return True
-
-    def write(self, data):
-        if b"reward" in bytes(data) and self.signals:
-            self.signals -= 1
-            signal.raise_signal(signal.SIGTERM)
-        return len(data)
-
-
 def test_a_signal_in_the_middle_of_a_print_is_a_traceback(tmp_path, monkeypatch):
-    stderr = io.TextIOWrapper(io.BufferedWriter(SignalsItself()), write_through=True)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with pytest.raises(SystemExit) as leave:
+    signals = [signal.SIGTERM]
+
+    class Stderr(io.FileIO):
+        def write(self, data):
+            if signals and b"reward" in bytes(data):  # the progress bar's
+                signal.raise_signal(signals.pop())
+            return len(data)
+
+    buffer = io.BufferedWriter(Stderr(os.devnull, "w"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(buffer, write_through=True))
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         run_toy(ttrl, tmp_path / "run", **STEPS)
-    assert leave.value.code == 128 + signal.SIGTERM
 
 
 # ------------------------------------------- checkpoints that are not whole --------------------------------
@@ -274,30 +267,21 @@ def test_a_link_in_a_strangers_folder_is_written_through(tmp_path, interrupted, 
     assert victim.read_text() == "mine"
 
 
-class Payload:
-    """Unpickled, it creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_a_strangers_checkpoint_cannot_execute_code(tmp_path, interrupted, capfd):
     """Files that would, wherever torch's own checkpoints are unpickled from, with their sizes."""
     out, executed = tmp_path / "run", tmp_path / "executed"
+    payload = f"cos\nmkdir\n(V{executed}\ntR.".encode()  # a pickle that calls os.mkdir
     shutil.copytree(interrupted, out)
     folder = out / "checkpoints/step_00000004"
     for name in (".metadata", "__0_0.distcp", "state.pt", "shard-00009-model-00001-of-00001.safetensors"):
-        (folder / name).write_bytes(pickle.dumps(Payload(executed)))
+        (folder / name).write_bytes(payload)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | dict(files=checkpoint.sizes(folder))))
     run_toy(ttrl, out, **STEPS | dict(steps=4), resume=True)
     printed = capfd.readouterr().out
     assert f"Warning: {folder} is not usable (SafetensorError Error while deserializing header" in printed
     assert "step_00000003\n" in printed and not executed.exists()
-    pickle.loads(pickle.dumps(Payload(executed)))
+    pickle.loads(payload)
     assert executed.exists()  # it would have
 
 

@@ -9,6 +9,7 @@ first arm's own initial model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 DEVELOPMENT = 101  # the first development seed
 SAME = "--kl_coef 0 --temperature 1 --prompt system --eval_every 0 --checkpoint_every 0"
@@ -69,16 +70,9 @@ class Claim:
     held_out: tuple[int, ...] = tuple(range(11, 19))
 
 
-def few(*fields) -> Claim:
-    """A claim of less weight: five reported seeds, none held out."""
-    return Claim(*fields, seeds=(1, 2, 3, 4, 5), held_out=())
-
-
-def slow(*fields) -> Claim:
-    """A claim whose runs take minutes: six reported seeds, none held out."""
-    return Claim(*fields, seeds=(1, 2, 3, 4, 5, 6), held_out=())
-
-
+# five and six reported seeds, none held out: claims of less weight, and claims whose runs take minutes
+few = partial(Claim, seeds=(1, 2, 3, 4, 5), held_out=())
+slow = partial(Claim, seeds=(1, 2, 3, 4, 5, 6), held_out=())
 EVOL = "evol_rl.py --embedder words --eval_top_k 0"
 TREE20, PARALLEL = "ettrl.py --trunks 4", "ettrl.py --rollout parallel"
 # about 3/16 of the votes, as in the paper
@@ -86,7 +80,6 @@ KAPPA8, KAPPA16, KAPPA32 = "restrain.py --kappa 2", "restrain.py --kappa 3", "re
 PAPERS = "dynamic_rl.py --lambda_q 0.001 --lambda_dq 0.1 --lambda_da 1"  # the paper's weights
 END1, END8, END16 = "end eval/train/pass@1", "end eval/train/pass@8", "end eval/train/pass@16"
 ENDPLAIN = "end eval/toy/plain.jsonl/pass@1"
-ENDREAL = "end eval/smollm2/pass@1"
 GAIN = .05
 MAKE_WEAK = "First make the start model: `python toy/make_toy.py --out runs/weak --steps 1200 --model_only`."
 CLAIMS = [
@@ -159,7 +152,7 @@ CLAIMS = [
     few("S4h", "SCRL ends above TTRL from a weaker start model.", "SCRL, Table 1",
         ("scrl.py", "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
     few("S4i", "SCRL ends above TTRL on real weights, at a large rate.", "SCRL, Table 1",
-        ("scrl.py", "ttrl.py"), "REAL", ENDREAL, +1, GAIN),
+        ("scrl.py", "ttrl.py"), "REAL", "end eval/smollm2/pass@1", +1, GAIN),
     few("S5a", "Abstaining matters: with every majority as a label SCRL ends lower.", "SCRL, Table 3",
         ("scrl.py", "scrl.py --no-selective_positive"), "HARD16", END1, +1, .02),
     few("S5b", "Negative labels matter: without them SCRL ends lower.", "SCRL, Table 3",
@@ -191,8 +184,8 @@ CLAIMS = [
         (KAPPA8, "ttrl.py"), "LONG12", END1, +1, GAIN),
     few("R2h", "RESTRAIN ends above TTRL from a weaker start model.", "RESTRAIN, section 4, Figure 4",
         (KAPPA32, "ttrl.py"), "WEAK", END1, +1, .02, MAKE_WEAK),
-    few("R2i", "RESTRAIN ends above TTRL on real weights, at a large rate.",
-        "RESTRAIN, section 4, Figure 4", ("restrain.py", "ttrl.py"), "REAL", ENDREAL, +1, GAIN),
+    few("R2i", "RESTRAIN ends above TTRL on real weights, at a large rate.", "RESTRAIN, section 4, Figure 4",
+        ("restrain.py", "ttrl.py"), "REAL", "end eval/smollm2/pass@1", +1, GAIN),
     few("R3a", "Without soft labels, all weight on the majority, RESTRAIN ends lower.", "RESTRAIN, Figure 5a",
         (KAPPA16, f"{KAPPA16} --label_weighting majority"), "HARD16", END1, +1, .02),
     few("R3b", "With equal weights for all labels RESTRAIN ends lower.", "RESTRAIN, Table 8",

@@ -265,8 +265,7 @@ def votes(options) -> None:
         for size, problems in found.items():
             result = judge_votes(problems, claim)
             interval = f"{result['low']:+.3f} to {result['high']:+.3f}" if result else ""
-            said = f"{result['mean']:+.3f} ({interval}), {result['verdict']}" if result else "no such votes"
-            cells.append(said)
+            cells.append(f"{result['mean']:+.3f} ({interval}), {result['verdict']}" if result else "no votes")
             if toy and size == 16:
                 keep(claim, "reported", result)
         print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")

@@ -189,7 +189,7 @@ def save_generations(run, name: str, problems: list, graded: list) -> None:
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """One row per metric, one column per benchmark; pass@1 as percent with its standard error."""
+    """One row per metric, one column per benchmark; pass@1 with its standard error."""
     metrics = dict.fromkeys(name for row in results.values() for name in row if name != "stderr")
     lines = [f"{'':10}" + "".join(f"{name[-15:]:>16}" for name in results)]
     for metric in metrics:
@@ -202,8 +202,8 @@ def cell(metric: str, row: dict[str, float]) -> str:
     """Empty for what the row lacks: scores without gold answers, all but pass@1 of the mean."""
     if metric not in row:
         return ""
-    text = f"{row[metric] if metric == 'length' else 100 * row[metric]:.1f}"
-    return f"{text} +- {100 * row['stderr']:.1f}" if metric == "pass@1" and "stderr" in row else text
+    text = f"{row[metric]:.1f}" if metric == "length" else f"{row[metric]:.3f}"
+    return f"{text} +- {row['stderr']:.3f}" if metric == "pass@1" and "stderr" in row else text
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def test_the_mean_over_benchmarks_is_not_printed_or_saved(tmp_path, monkeypatch,
     assert json.loads((tmp_path / "out/results.json").read_text())["results"] == results
     printed = capsys.readouterr().out.splitlines()
     header, *rows = [line.split() for line in printed if line.startswith((" ", "pass@"))]
-    assert header[-1] == "mean" and rows[0] == "pass@1 50.0 +- 25.0 25.0 +- 0.0 37.5".split()
-    assert rows[1][:3] == ["pass@2", "75.0", "50.0"]
+    assert header[-1] == "mean" and rows[0] == "pass@1 0.500 +- 0.250 0.250 +- 0.000 0.375".split()
+    assert rows[1][:3] == ["pass@2", "0.750", "0.500"]
 
 
 def test_by_majority_by_hand():

@@ -1,17 +1,17 @@
-"""The cases of each exercise: (arguments, a hint, (a typical wrong result, its own hint), ...)."""
+"""The cases of each exercise: (arguments, a hint, (a typical wrong result, its own hint), ...).
 
-from torch import tensor
+Exercises 2, 5 and 6 get their lists as tensors."""
 
 CASES = {
     1: [(([0, 1, 0, None],), "Whoever agrees with the most frequent answer gets 1, all others get 0."),
         (([None, None, 4],), "None is no answer: it does not vote, and its reward is 0."),
         (([None, None],), "Nobody has answered: there is no label, and nobody is rewarded."),
         (([1, 0, 0, 1, 2, 2],), "A tie: of equals the class seen first wins, here 1.")],
-    2: [((tensor([1.0, 0.0, 0.0, 1.0]),), "Subtract the mean, then divide by the std (plus eps).",
+    2: [(([1.0, 0.0, 0.0, 1.0],), "Subtract the mean, then divide by the std (plus eps).",
          ([1, -1, -1, 1], "This std is the biased one, divided by G; GRPO's is unbiased, divided by G - 1."),
          ([.5, -.5, -.5, .5], "The mean is subtracted, but the division by the std is missing.")),
-        ((tensor([1.0, 1.0, 1.0]),), "All rewards are equal: all advantages are 0, not 0 / 0."),
-        ((tensor([1.0]),), "One reward has nothing to be compared with, and no unbiased std: 0.")],
+        (([1.0, 1.0, 1.0],), "All rewards are equal: all advantages are 0, not 0 / 0."),
+        (([1.0],), "One reward has nothing to be compared with, and no unbiased std: 0.")],
     3: [(([0, 0, 0, 1, 1, 1, 2, 2], [.5] * 8), "Two answers lead with equal votes: no label, None."),
         (([0, 0, 0, 1, 2, 3, 4, 5], [.5] * 8), "3 of 8, and 2 ahead: a label; 1 of 8 is not rare.",
          ((None, set()), "3 of 8 is tau_pos itself, and that is enough: p >= tau_pos."),
@@ -33,14 +33,14 @@ CASES = {
          (([.572, .572, .509, 0], [-.17, -.17, -.572, -.742]), "n counts the response without an answer."),
          (([.390, .390, 0, 0], [0, 0, -.041, -.738]), "Split each A_ij by its sign before you add them.")),
         (([None] * 3, 2), "Nobody has answered: no votes are less than kappa.")],
-    5: [((tensor([1.0, -1.0, 1.0]), tensor([0.9, 1.0, 1.1])), "The factors are 1.1, 1.0 and 0.9.",
+    5: [(([1.0, -1.0, 1.0], [0.9, 1.0, 1.1]), "The factors are 1.1, 1.0 and 0.9.",
          ([.9, -1, 1.1], "The entropy has the wrong sign: the surer response counts more.")),
-        ((tensor([1.0, 1.0, -1.0]), tensor([0.1, 0.1, 2.8])), "The factors are 1.2, 1.2 and 0.8.",
+        (([1.0, 1.0, -1.0], [0.1, 0.1, 2.8]), "The factors are 1.2, 1.2 and 0.8.",
          ([1.9, 1.9, .8], "The clip is missing: the factor -0.8 turns a penalty into a reward."),
          ([1.2, 1.2, -1], "Advantages of both signs are scaled."),
          ([1.2, 1.2, .8], "Clip the factor, not its product with the advantage.")),
-        ((tensor([1.0, -1.0]), tensor([0.0, 0.0])), "All entropies are 0: the advantages stay as they are.")],
-    6: [((tensor([-.693]), tensor([-1.386])), "The value is exp(d) - d - 1, its gradient 1 - exp(d).",
+        (([1.0, -1.0], [0.0, 0.0]), "All entropies are 0: the advantages stay as they are.")],
+    6: [(([-.693], [-1.386]), "The value is exp(d) - d - 1, its gradient 1 - exp(d).",
          (([.307], [1]), "The log ratio has the wrong sign: d = log pi_ref - log pi."),
          (([.693], [1]), "This is the log ratio itself, k1, which can be negative."),
          (([1.193], [.5]), "It must be 0 where both models agree: the - 1 is missing."),

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-import torch
-
 from exercises.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,13 +33,16 @@ def solution(script: str, name: str):
     rest += [node for node in ast.parse((ROOT / "engine/metrics.py").read_text(encoding="utf-8")).body
              if getattr(node, "name", "") == "majority"]
     functions = [node for node in rest if isinstance(node, ast.FunctionDef)]
-    names = dict(torch=torch, math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)
+    names = dict(math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)
+    if name != "pseudo_labels":  # which needs no tensors, and no second for this import
+        names["torch"] = importlib.import_module("torch")
     exec(compile(ast.Module([future, *functions], []), script, "exec"), names)
     return names[name]
 
 
-def real_step(text: str = "6*9=54. 54+8=62. Answer: \\boxed{62}.") -> tuple[torch.Tensor, torch.Tensor]:
+def real_step(text: str = "6*9=54. 54+8=62. Answer: \\boxed{62}.") -> tuple:
     """Log-probs [T] of a text under the toy after a gradient step towards it, and before."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(ROOT / "toy")
     ids, found = AutoTokenizer.from_pretrained(ROOT / "toy")(text, return_tensors="pt").input_ids, []
@@ -53,7 +54,7 @@ def real_step(text: str = "6*9=54. 54+8=62. Answer: \\boxed{62}.") -> tuple[torc
     return found[1], found[0]
 
 
-def with_gradient(k3, logp_T: torch.Tensor, ref_logp_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_gradient(k3, logp_T, ref_logp_T) -> tuple:
     """k3's values [T], and their gradient at the policy's log-probs [T]."""
     logp_T = logp_T.clone().requires_grad_()
     kl_T = k3(logp_T, ref_logp_T)
@@ -65,9 +66,10 @@ def plain(result):
     """Tensors and lists as floats of 3 decimals: results are compared by their repr, NaN and all."""
     if isinstance(result, tuple):
         return tuple(map(plain, result))
-    if not isinstance(result, (list, torch.Tensor)):
+    result = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(result, list):
         return result
-    return [round(value, 3) + 0.0 for value in torch.as_tensor(result).tolist()]  # + 0.0: no -0.0
+    return [round(float(value), 3) + 0.0 for value in result]  # + 0.0: no -0.0
 
 
 def check(number: int, function=None) -> bool:
@@ -77,7 +79,9 @@ def check(number: int, function=None) -> bool:
     function = function or getattr(importlib.import_module(f"exercises.{file}"), name)
     wrap = partial(partial, with_gradient) if name == "k3" else lambda function: function
     for place, (arguments, hint, *mistakes) in enumerate(CASES[number], 1):
-        arguments = arguments or real_step()
+        if number in (2, 5, 6):
+            tensor = importlib.import_module("torch").tensor
+            arguments = tuple(map(tensor, arguments)) or real_step()
         expected = plain(wrap(solution(script, name))(*arguments))
         try:
             result = plain(wrap(function)(*arguments))

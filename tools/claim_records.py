@@ -51,7 +51,7 @@ REGIMES = {
     "DYN": f"{QUESTIONS} --lambda_q 10 --lambda_dq 10 --lambda_da 10 --eval toy/plain.jsonl {SAME}"}
 # of a run, on an idle core
 MINUTES = dict(HARD8=.3, LONG8=2.9, LONG16=2.7, LONG12=6.8, HARD16=.7, PLAIN=.8, PLAIN300=8, SLIPS=1.0,
-               WEAK=2.7, REAL=10, TREE=.3, DYN=.9)
+               WEAK=2.7, REAL=9, TREE=.3, DYN=.9)
 VOTES = "VOTES"  # no training: the unit is the problem, 64 responses each of the initial model to HARD's 96
 
 

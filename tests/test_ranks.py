@@ -236,6 +236,7 @@ def disagreeing(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, sentence", [
     ("flag", "--lr is 0.0 on rank 1, but 0.001 on rank 0; all ranks need the same command"),
     ("data", "the data of --dataset is '"),

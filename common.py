@@ -28,6 +28,7 @@ from typing import Literal
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: new memory costs a CPU a quarter of the time
 # micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -44,7 +45,7 @@ from engine.hf_sampler import HFSampler
 from engine.metrics import grade, mean, step_metrics, summary
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf, Positive, PositiveShare
 from engine.options import Share, out_of_range
-from engine.plan import check_plan, print_plan
+from engine.plan import check_plan
 from engine.policy import Policy, Request, Rollout, load_model
 from engine.runfolder import RunFolder
 from engine.smollm2 import smollm2_folder
@@ -62,7 +63,7 @@ transformers.logging.disable_progress_bar()
 TOY_MODEL = str(Path(__file__).parent / "toy")
 TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, sampler="hf",
            prompts_per_batch=16, votes=32, train_samples=16, max_prompt_tokens=128, max_new_tokens=128,
-           micro_tokens=2048, lr=5e-4, num_minibatches=2, eval_temperature=1.0, eval_top_p=1.0)
+           micro_tokens=8192, lr=5e-4, num_minibatches=2, eval_temperature=1.0, eval_top_p=1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class Run:
         self.model_path = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
         self.config = setup.read_config(self.model_path, args)
         if args.plan:
-            print_plan(args, self.config, train)
+            check_plan(args, self.config, train)
         self.tokenizer, self.stop_ids = setup.read_tokenizer(self.model_path, self.config, args)
         self.problems, self.benchmarks = setup.read_data(args, self.tokenizer, train, same_answer)
         if args.show_prompt:
@@ -573,7 +574,7 @@ class Run:
                             f"{self.args.max_logp_diff}); its weights or its prefix cache are stale, or "
                             "tokens that the model did not write have no mask 0.")
         if not exact and average > 0.05:
-            self.folder.warn(f"sampler and trainer log-probs differ by {average:.3f} on average.")
+            self.say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
 
     def minibatches(self, train: list[Rollout]) -> list[list[Rollout]]:
         """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt.
@@ -661,10 +662,10 @@ class Run:
         self.tokens["update"] = sum(len(r.prompt_ids) + len(r.response_ids) for r in self.trained)
         few = self.few_answers([response for group in self.groups for response in group["responses"]])
         if few and not self.told:
-            self.folder.warn(f"step {self.step}: {few}")
+            self.say(f"Warning: step {self.step}: {few}")
             self.told = True
         elif metrics.get("truncated", 0.0) > 0.5 and not few:
-            self.folder.warn(f"{metrics['truncated']:.0%} of the responses were cut off; raise "
+            self.say(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise "
                              "--max_new_tokens.")
         return metrics
 
@@ -700,7 +701,6 @@ class Run:
                 metrics[f"eval/{name}/greedy"] = row.get("pass@1", math.nan)
         rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
         self.evaluation_seconds = time.monotonic() - began
-        self.folder.after_evaluation(self.evaluation_seconds)
         return metrics | ({"eval/mean/pass@1": mean(rates)} if len(rates) > 1 else {})
 
     def evaluate_benchmark(self, name: str, problems: list[Problem],

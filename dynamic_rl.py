@@ -30,13 +30,14 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 import bisect
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout
 from engine.data import encode_alone, encode_prompt
-from engine.metrics import counts, majority, mean
+from engine.metrics import majority, mean
 
 
 Z_0 = """\
@@ -283,13 +284,14 @@ def reward_questions(questions: list[Rollout], args: Args, same_answer=None) -> 
                                      args.rda * args.lambda_da)
     for q, advantage, *rewards in zip(questions, *torch.stack([advantages, r_q, r_dq, r_da]).tolist()):
         q.advantage, q.rewards = advantage, rewards
+    agreeing = Counter(round(q.p * args.votes) for q in questions)
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
                 answer_diversity=float(r_da.mean()), filtered=mean(not q.kept for q in questions),
                 no_question=mean(not q.tokens for q in questions),
                 unanimous=sum(q.p == 1 for q in questions),  # questions with r(q) = m
                 unique_answers=len(set(labels) - {None}) / len(questions),  # Figure 6
                 question_length=mean(len(q.tokens) for q in questions),
-                **counts("agreeing", [q.p * args.votes for q in questions], args.votes))  # Figure 3
+                **{f"agreeing/{k}": agreeing[k] for k in range(1, args.votes + 1)})  # Figure 3
 
 
 # -------------------------------------------------- the loop ------------------------------------------------

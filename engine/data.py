@@ -238,15 +238,11 @@ def read_template(style: str) -> list[tuple[str, str]]:
     return turns
 
 
-def uses_chat_template(style: str) -> bool:
-    """Whether prompts of this --prompt have turns; else they are plain text. Raises UserError."""
-    return read_template(style)[0][0] != ""
-
-
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may
     add a system turn: see --show_prompt."""
-    return _encode(tokenizer, [("user", text) if uses_chat_template(style) else ("", text + "\n\n")])
+    turn = ("user", text) if read_template(style)[0][0] else ("", text + "\n\n")
+    return _encode(tokenizer, [turn])
 
 
 def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
@@ -278,8 +274,3 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
     return tokenizer.encode(text, add_special_tokens=False)  # a chat template brings its own special tokens
-
-
-def show_prompt(tokenizer, prompt_ids: list[int]) -> str:
-    """The text that the model reads, special tokens and all, for --show_prompt."""
-    return tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

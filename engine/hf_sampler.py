@@ -6,14 +6,14 @@ with the trainer's, and its greedy tokens with transformers' own `generate`.
 
 from __future__ import annotations
 
-import math
+import re
 from itertools import islice
 
 import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -45,6 +45,9 @@ class RoomyLayer(DynamicLayer):
         self.keys[:, :, start:self.length] = keys
         self.values[:, :, start:self.length] = values
         return self.keys[:, :, :self.length], self.values[:, :, :self.length]
+
+    def batch_select_indices(self, rows: torch.Tensor) -> None:
+        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
@@ -128,11 +131,7 @@ class HFSampler:
         finished = torch.zeros_like(limit, dtype=torch.bool)                    # [all]
         # a text may be spread over as many tokens as it has bytes, and decoding may eat a first space
         tail = 1 + max([len(text.encode()) for text in stop], default=0)
-
-        def stops(ids: list[int]) -> bool:
-            text = decode(ids)
-            return any(word in text for word in stop)
-
+        stops = re.compile("|".join(map(re.escape, stop)))
         number = {}  # of each different prompt
         prompt_of = [number.setdefault(tuple(request.prompt_ids), len(number)) for request, _ in samples]
         prompt_of = torch.tensor(prompt_of, device=self.device)                 # [rows]
@@ -159,7 +158,7 @@ class HFSampler:
             ended = torch.isin(token, self.stop_ids)
             if stop:
                 tails = tokens[rows, max(0, t + 1 - tail):t + 1].tolist()
-                ended |= torch.tensor([stops(ids) for ids in tails], device=self.device)
+                ended |= torch.tensor([bool(stops.search(decode(ids))) for ids in tails], device=self.device)
             finished[rows[live & ended]] = True
             live &= ~ended & (t + 1 < limit[rows])
             if not live.any():
@@ -196,25 +195,19 @@ def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple
     Inverse transform sampling: the first token at which the cumulative distribution exceeds the uniform
     number. Temperature 0: the likeliest token.
     """
-    probs = torch.softmax(_truncate(logits.float() / (temperature or 1.0), top_p, top_k), -1)
+    logits = logits.float() / (temperature or 1.0)
+    if top_k:
+        logits = TopKLogitsWarper(top_k)(None, logits)
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(None, logits)
+    probs = torch.softmax(logits, -1)
     if temperature == 0:
         token = probs.argmax(-1)
     else:
-        # float64: a float32 sum over 150k entries loses the tail
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        u = uniform[:, None] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+        size, tokens = max(1, 2 ** 20 // probs.shape[-1]), []  # rows at a time: new memory is slow
+        for part, u in zip(probs.split(size), uniform.split(size)):
+            # float64: a float32 sum over 150k entries loses the tail
+            cumulative = part.cumsum(-1, dtype=torch.float64)
+            tokens.append(torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True))
+        token = torch.cat(tokens).squeeze(-1).clamp(max=probs.shape[-1] - 1)
     return token, probs.gather(-1, token[:, None]).squeeze(-1).log()
-
-
-def _truncate(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Logits with all but the top k, or the smallest set of probability top_p, at minus infinity."""
-    if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        cut = probs.cumsum(-1) - probs >= top_p  # keeps the token that crosses top_p
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
-    return logits

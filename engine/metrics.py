@@ -15,12 +15,6 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def counts(name: str, values: list[float], most: int) -> dict[str, int]:
-    """{"name/1": how many of the values are 1, ... up to `most`}, after rounding."""
-    rounded = [round(value) for value in values]
-    return {f"{name}/{i}": rounded.count(i) for i in range(1, most + 1)}
-
-
 def majority(classes: list[int | None]) -> int | None:
     """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
     counts = Counter(c for c in classes if c is not None)

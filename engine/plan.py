@@ -17,7 +17,7 @@ from engine.base import UserError, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
-HEAD_CHUNK = 2 ** 28                # logits that exist at a time: LogProbs.ELEMENTS["cuda"] of engine/fast.py
+HEAD_CHUNK = 2 ** 26                # logits that exist at a time: CHUNK["cuda"] of engine/logprobs.py
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
 # activations and logits of its largest batch.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
@@ -50,9 +50,8 @@ class Plan:
         head_size = getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads
         self.q = text.num_attention_heads * head_size
         self.kv = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-        trusted = type(config).__module__.startswith("transformers_modules")  # its code has run already
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
         self.weights = sum(p.numel() for p in model.parameters())
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
@@ -79,7 +78,7 @@ class Plan:
         update = {"gradients": 0 if offload else 4 * shard,
                   "gathered weights": c * (self.root + 2 * self.layer),
                   "activations": self.layers * layer if a.gradient_checkpointing == "off" else inputs + layer,
-                  "logits": (4 + c) * min(HEAD_CHUNK, tokens * self.vocabulary),
+                  "logits": 20 * min(HEAD_CHUNK, tokens * self.vocabulary),
                   "gradient of the head": 4 * head, "vLLM": ASLEEP}
         sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / a.tensor_parallel}
         return dict(sampling=stays | sampler, update=stays | update, sync=stays | sync)
@@ -130,17 +129,14 @@ class Plan:
         return "\n".join([*lines, self.verdict()])
 
 
-def print_plan(args, config, train: bool = True) -> None:
-    """Print the table on rank 0 and exit: with code 0 if the run fits, else 1."""
-    plan = Plan(args, config, train)
-    if rank_and_ranks()[0] == 0:
-        print(plan.table(), flush=True)
-    sys.exit(1 if plan.misfit() else 0)
-
-
 def check_plan(args, config, train: bool = True) -> int:
-    """--micro_tokens of a run on the GPUs here. Raises UserError if the run does not fit them."""
+    """--micro_tokens of a run on the GPUs here; raises UserError if it does not fit them. With --plan: prints
+    the table on rank 0 and exits, with code 0 if the run fits, else 1."""
     plan = Plan(args, config, train)
+    if args.plan:
+        if rank_and_ranks()[0] == 0:
+            print(plan.table(), flush=True)
+        sys.exit(1 if plan.misfit() else 0)
     if plan.misfit():
         raise UserError(f"{plan.verdict()} --plan shows the memory of every phase.")
     return plan.micro_tokens

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
-from engine import fast
 from engine.base import UserError, distributed, first_line, gather, rank_and_ranks
+from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/fast.py)
-# A model with one of these in its config scales or caps its logits, which engine/fast.py does not.
+PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/logprobs.py)
+# A model with one of these in its config scales or caps its logits, which engine/logprobs.py does not.
 OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -119,33 +119,6 @@ class MicroBatch:
         return torch.cat(tensors).float().to(self.device)
 
 
-# ------------------------------------------------------ plain path ------------------------------------------
-def pad_right(rollouts: list[Rollout]) -> tuple[dict, torch.Tensor]:
-    """(model inputs [rows, longest], predict_from [T]): one row of prompt + response per response.
-
-    predict_from: for each response token, the position in the flattened rows that predicts it."""
-    rows = [torch.tensor(r.prompt_ids + r.response_ids[:-1]) for r in rollouts]
-    # a response's last token predicts nothing; padding is on the right, where causal attention never sees it
-    input_ids, predict_from = pad_sequence(rows, batch_first=True), []
-    for i, rollout in enumerate(rollouts):
-        first = i * input_ids.shape[1] + len(rollout.prompt_ids) - 1  # position t predicts token t + 1
-        predict_from += range(first, first + len(rollout.response_ids))
-    return dict(input_ids=input_ids), torch.tensor(predict_from)
-
-
-class PlainHead(fast.FastHead):
-    """What FastHead computes, the obvious way: the model's own logits, all of them, at every position."""
-
-    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
-                statistics=()):
-        logits = self.model(**inputs, use_cache=False).logits.float()  # [rows, longest, V]
-        logits = logits.flatten(0, 1)[predict_from] / temperature  # [T, V]
-        logp = logits.log_softmax(-1)
-        entropy_T = -(logp.exp() * logp).sum(-1)
-        others = [function(logp) for function in statistics]
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
-
-
 # ------------------------------------------------------ the policy ------------------------------------------
 class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
@@ -164,12 +137,13 @@ class Policy:
         window = getattr(text, "sliding_window", None) or math.inf
         self.packed = not plain and text.model_type in PACKED and max_length <= window
         model.set_attn_implementation("packed" if self.packed else "sdpa")
-        turn_off_dropout(model)
+        head = PlainHead if plain else PackedHead if self.packed else ChunkedHead
+        self.head = head(model).requires_grad_(trainable)
+        self.head.eval()  # dropout would make the sampler and the trainer two different policies
         if trainable and gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        head = PlainHead if plain else fast.FastHead
-        self.head = head(model).train(trainable)
-        self.head.requires_grad_(trainable)
+            for module in model.modules():
+                module.training = getattr(module, "gradient_checkpointing", False)  # else it does nothing
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:
@@ -201,8 +175,8 @@ class Policy:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
         Of logits / temperature: the distribution that was sampled from. Behind them statistics, see score."""
-        inputs, predict_from = (fast.pack if self.packed else pad_right)(micro.rollouts)
-        inputs = {name: x.to(self.device) for name, x in inputs.items()}
+        inputs, predict_from = self.head.rows(micro.rollouts)
+        inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
         targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
         return self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
 
@@ -281,27 +255,14 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True)  # refused below, by name
+            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None
-    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if wrong:
-        raise UserError(f"--model is '{path}', but its weights do not fit its config: {len(wrong)} are "
-                        f"missing or of another shape, among them {', '.join(wrong[:3])}; they would be "
-                        "random.")
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"--model is '{path}', but {len(missing)} of its weights are missing, among them "
+                        f"{', '.join(missing[:3])}; they would be random.")
     return model
-
-
-def turn_off_dropout(model) -> None:
-    """Dropout would make the sampler and the trainer two different policies."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and type(value) in (int, float):
-                setattr(module, name, 0.0)
 
 
 def check_head(model) -> None:
@@ -310,4 +271,4 @@ def check_head(model) -> None:
     scales = [getattr(text, name, None) for name in OTHER_LOGITS]
     if model.get_output_embeddings().bias is not None or any(scale not in (None, 1) for scale in scales):
         raise UserError(f"the architecture {text.model_type} scales, caps or shifts its logits, which "
-                        "engine/fast.py does not; give --plain.")
+                        "engine/logprobs.py does not; give --plain.")

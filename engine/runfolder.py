@@ -91,9 +91,6 @@ class RunFolder:
             tqdm.write(text)
             sys.stdout.flush()
 
-    def warn(self, text: str) -> None:
-        self.say(f"Warning: {text}")
-
     # -- during the run --------------------------------------------------------------------------------------
     def start(self, first_step: int, total: int) -> None:
         """Drop the lines of steps that are done again, open TensorBoard and the progress bar."""
@@ -144,12 +141,6 @@ class RunFolder:
             self.append("votes.jsonl", dict(step=step, problem=number, **vote_record(group), **text))
         for group in sorted(groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
             self.append("samples.jsonl", sample_record(step, group))
-
-    def after_evaluation(self, seconds: float) -> None:
-        """Take these seconds out of the progress bar's clock: its time left is that of training steps."""
-        if self.bar:
-            self.bar.start_t += seconds
-            self.bar.last_print_t += seconds
 
     def append(self, name: str, record: dict) -> None:
         """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""

@@ -18,7 +18,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from engine.base import UserError, first_line, rank_and_ranks
-from engine.data import Problem, encode_prompt, load_problems, show_prompt, uses_chat_template
+from engine.data import Problem, encode_prompt, load_problems, read_template
 from engine.options import script_name
 
 
@@ -95,7 +95,7 @@ def read_tokenizer(path: str, config, args):
     except Exception as error:
         raise UserError(f"--model is '{path}', but its tokenizer cannot be read: "
                         f"{first_line(error)}") from None
-    if uses_chat_template(args.prompt) and not tokenizer.chat_template:
+    if read_template(args.prompt)[0][0] and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
     try:
@@ -166,7 +166,7 @@ def print_prompts(args, tokenizer, problems: list[Problem], benchmarks: dict[str
     prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         if rank_and_ranks()[0] == 0:
-            print(f"--- {name}: {len(ids)} tokens\n{show_prompt(tokenizer, ids)}")
+            print(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 
 

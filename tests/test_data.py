@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from engine import data
 from engine.base import UserError
-from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems, show_prompt
+from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
 ROOT = Path(__file__).parent.parent
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
@@ -228,7 +228,7 @@ def test_turns_or_text_of_a_template_file_are_lost(tokenizer, tmp_path):
             "Q: 1+1? A: \\boxed{2}\nQ: {question} A:\n": "Q: 1+1? A: \\boxed{2}\nQ: 2+2? A:"}.items():
         data.read_template.cache_clear()
         file.write_text(text)
-        assert show_prompt(tokenizer, encode_prompt(tokenizer, "2+2?", str(file))) == expected
+        assert tokenizer.decode(encode_prompt(tokenizer, "2+2?", str(file))) == expected
 
 
 @pytest.mark.parametrize("text", [
@@ -272,6 +272,6 @@ def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])
 def test_without_a_system_role_the_instruction_is_lost(template):
     tokenizer = toy_tokenizer(template)
-    suffix = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?", "suffix"))
-    text = show_prompt(tokenizer, encode_prompt(tokenizer, "1+1?"))
+    suffix = tokenizer.decode(encode_prompt(tokenizer, "1+1?", "suffix"))
+    text = tokenizer.decode(encode_prompt(tokenizer, "1+1?"))
     assert text == suffix.replace(f"1+1?{SUFFIX}", f"{SYSTEM}\n\n1+1?")

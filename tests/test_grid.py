@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_toy
-from tqdm import tqdm
 
 import common
 import ttrl
-from engine.runfolder import RunFolder, vote_record
+from engine.runfolder import vote_record
 from tools import report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
@@ -74,9 +73,6 @@ def test_a_vote_in_short_is_not_that_of_its_answers():
 
 # ------------------------------------------------ progress bar --------------------------------------------
 def test_the_time_left_counts_evaluations_as_steps(tmp_path, capfd):
-    bar = tqdm(total=2, disable=False)
-    RunFolder.after_evaluation(SimpleNamespace(bar=bar), 100.0)
-    assert bar.format_dict["elapsed"] < -90
     few = tmp_path / "few.jsonl"
     few.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
     run_toy(ttrl, tmp_path / "run", steps=3, dataset=str(few), eval="train", eval_samples=1, eval_every=2)

@@ -20,7 +20,7 @@ import evaluate
 import ttrl
 from common import Problem, Rollout
 from engine.data import load_problems
-from engine.fast import LogProbs
+from engine.logprobs import CHUNK
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
@@ -37,7 +37,7 @@ def certainty(logp: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_pass_over_a_batch_is_not_that_of_full_logits(plain, watch, monkeypatch):
     """Two statistics, 7 rows at a time; another temperature, the initial model, another prompt."""
-    monkeypatch.setitem(LogProbs.ELEMENTS, "cpu", 620 * 7)
+    monkeypatch.setitem(CHUNK, "cpu", 620 * 7)
     sizes, passes = [], []
 
     def counted(logp):

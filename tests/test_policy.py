@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import fast
+from engine import logprobs
 from engine.base import UserError
 from engine.policy import Rollout, plan_micro_batches
 
@@ -55,18 +55,18 @@ def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
     assert sorted(indices) == [[], [], [0], [1], [2]] and shortest.mask is None
 
 
-def test_pack_by_hand():
+def test_packed_rows_by_hand():
     # One row of tokens: prompt 1 2, then 5 6 (of response 5 6 7), then 8 (of 8 9), which shares the prompt;
     # then prompt 3, whose response 4 has one token, so nothing of it goes in.
     pairs = [([1, 2], [5, 6, 7]), ([1, 2], [8, 9]), ([3], [4])]
     responses = [Rollout(prompt, ids, torch.zeros(len(ids)), True) for prompt, ids in pairs]
-    inputs, predict_from = fast.pack(responses)
+    inputs, predict_from = logprobs.PackedHead.rows(responses)
     assert inputs["input_ids"].tolist() == [[1, 2, 5, 6, 8, 3]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
-    # attention sees the rows 1 2 5 6, 1 2 8 and 3, as indices of the tokens above
-    assert inputs["unpack"].tolist() == [[0, 1, 2, 3], [0, 1, 4, 0], [5, 0, 0, 0]]
-    # where each token stands among these rows; the shared prompt is read back from the first
-    assert inputs["pack"].tolist() == [0, 1, 2, 3, 6, 8]
+    (length, unpack, pack), (other_length, nothing, no_place) = inputs["groups"]
+    assert (length, other_length) == (2, 1) and nothing.shape == (1, 0) and len(no_place) == 0
+    # attention sees the rows 5 6 and 8, as indices of the tokens 5 6 8, which stand in them at 0, 1 and 2
+    assert unpack.tolist() == [[0, 1], [2, 0]] and pack.tolist() == [0, 1, 2]
     # 5 6 7 are predicted by tokens 1 2 3, 8 9 by 1 4, 4 by 5
     assert predict_from.tolist() == [1, 2, 3, 1, 4, 5]
 
@@ -102,19 +102,18 @@ def test_head_equals_full_logits(chunked, rows, monkeypatch):
     """Also with chunks that cut responses in the middle."""
     policy, other = make_policy(plain=rows == "plain"), make_policy()
     if rows == "padded":  # what an architecture gets that cannot be packed
-        policy.packed = False
+        policy.head.rows = logprobs.PlainHead.rows
         policy.model.set_attn_implementation("sdpa")
     other.model.set_attn_implementation("eager")
     if chunked:
-        monkeypatch.setattr(fast.LogProbs, "ELEMENTS", {"cpu": 7 * policy.model.config.vocab_size})
+        monkeypatch.setitem(logprobs.CHUNK, "cpu", 7 * policy.model.config.vocab_size)
     is_the_models_own(policy, other.model, 300)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom"])
 def test_fast_head_of_other_architectures(tmp_path, name):
-    """Of random models in training mode: dropout is off."""
+    """Of random models with dropout, which is off."""
     model, policy = tiny_model(name, tmp_path), make_policy(tmp_path)
-    assert policy.head.training
     is_the_models_own(policy, model, 64)
 
 

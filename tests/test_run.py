@@ -17,7 +17,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -444,14 +443,15 @@ def test_minibatches_are_a_partition(kind):
 def test_a_sampler_of_other_weights_stops_no_run(dtype, shift, tokens, result):
     """float32: if one token differs. bfloat16 rounds: on average 0.05 is a warning, 0.5 the end."""
     run, warned, (response,) = bare_run(), [], random_rollouts(1, shortest=8, longest=8)
-    run.dtype, run.folder = getattr(torch, dtype), SimpleNamespace(warn=warned.append)
+    run.dtype, run.say = getattr(torch, dtype), warned.append
     response.old_logp = response.logprobs + shift * (torch.arange(8) < tokens)
     if result == "ends":
         with pytest.raises(UserError, match=f"sampler does not run the current policy: .* by up to {shift}"):
             run.check_sampler([response])
     else:
         run.check_sampler([response] if tokens else [])  # Dynamic RL without a usable question
-    assert warned == ["sampler and trainer log-probs differ by 0.060 on average."] * (result == "warns")
+    warning = "Warning: sampler and trainer log-probs differ by 0.060 on average."
+    assert warned == [warning] * (result == "warns")
     expected = dict(logp_diff_max=shift * (tokens > 0), logp_diff_mean=shift * tokens / 8)
     assert run.logp_diff == pytest.approx(expected)
 

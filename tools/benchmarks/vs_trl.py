@@ -35,7 +35,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "step", "sample", "update", "cpu"
 # micro: TRL's fastest number of sequences per forward pass, a divisor of prompts x responses
-SIZES = {"toy": dict(prompts=16, responses=32, tokens=128, micro=64, micro_tokens=2048),
+SIZES = {"toy": dict(prompts=16, responses=32, tokens=128, micro=64, micro_tokens=8192),
          "model": dict(prompts=8, responses=8, tokens=40, micro=16, micro_tokens=4096)}
 
 
@@ -66,14 +66,14 @@ def prepare(folder: Path, model: str, size: dict, seed: int, tuned: bool) -> Non
     from transformers import AutoTokenizer
 
     import common
-    from engine.smollm2 import SMOLLM2, problems, smollm2_folder
+    from engine.smollm2 import SMOLLM2, smollm2_folder
+    from toy.make_smollm2 import problems
     style, rows = SMOLLM2["prompt"], problems()["train"]
     if not model:
         model, style = common.TOY_MODEL, "system"
         rows = map(json.loads, (Path(model) / "train.jsonl").read_text().splitlines())
-    elif model == "smollm2":
-        model = smollm2_folder()
-    rows = list(itertools.islice(rows, size["prompts"]))
+    model = smollm2_folder() if model == "smollm2" else model
+    rows = list(rows)[:size["prompts"]]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = AutoTokenizer.from_pretrained(model)
     encoded = [common.encode_prompt(tokenizer, row["problem"], style) for row in rows]

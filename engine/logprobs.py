@@ -1,0 +1,142 @@
+"""Log-probs and entropies of responses: the plain way, and without padding and full logits, equal by test.
+
+Packed: a micro-batch is one row of tokens that holds each prompt once, and behind it its responses; only
+attention sees rows of responses. By chunks: logits exist for a few tokens at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+# ------------------------------------------------------ plain ----------------------------------------------
+class PlainHead(torch.nn.Module):
+    """The model with its logits made into log-probs, the obvious way. FSDP shards it as the root."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
+                statistics=()):
+        """inputs, predict_from: see `rows`. targets: [T] response tokens. Returns `values`."""
+        logits = self.model(**inputs, use_cache=False).logits  # [rows, longest, V]
+        return self.values(logits.flatten(0, 1)[predict_from], targets, temperature, statistics)
+
+    @staticmethod
+    def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
+        """(model inputs [rows, longest], predict_from [T]): one row of prompt + response per response.
+
+        predict_from: for each response token, the position in the flattened rows that predicts it."""
+        rows = [torch.tensor(r.prompt_ids + r.response_ids[:-1]) for r in rollouts]
+        # a response's last token predicts nothing; padding is on the right, unseen by causal attention
+        input_ids, predict_from = pad_sequence(rows, batch_first=True), []
+        for i, rollout in enumerate(rollouts):
+            first = i * input_ids.shape[1] + len(rollout.prompt_ids) - 1  # position t predicts token t + 1
+            predict_from += range(first, first + len(rollout.response_ids))
+        return dict(input_ids=input_ids), torch.tensor(predict_from)
+
+    @staticmethod
+    def values(logits: torch.Tensor, targets: torch.Tensor, temperature: float, statistics) -> tuple:
+        """(log-prob of the target, entropy in nats), both [T], of logits [T, V] / temperature; then each
+        statistic of the log-probs of the whole vocabulary, [T, V] -> [T]."""
+        logp = (logits.float() / temperature).log_softmax(-1)
+        entropy_T = -(logp.exp() * logp).sum(-1)
+        others = [function(logp.detach()) for function in statistics]
+        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
+
+
+# ----------------------------------------------------- by chunks --------------------------------------------
+# elements of a chunk of logits; the backward pass holds about five such tensors at a time
+CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 26}
+
+
+class ChunkedHead(PlainHead):
+    """Logits exist at response positions only, for one chunk at a time, which the backward pass makes again.
+
+    (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs, which
+    are too coarse for a ratio.)"""
+
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
+                statistics=()):
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1)[predict_from]  # [T, d]
+        weight = self.model.get_output_embeddings().weight
+
+        def of_chunk(hidden, targets):
+            return self.values(F.linear(hidden, weight), targets, temperature, statistics)
+
+        size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(weight))
+        chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False)
+                  for chunk in zip(hidden.split(size), targets.split(size))]
+        return tuple(torch.cat(parts) for parts in zip(*chunks))
+
+
+# ------------------------------------------------------ packed ---------------------------------------------
+class PackedHead(ChunkedHead):
+    """For models whose attention is `packed_attention`."""
+
+    @staticmethod
+    def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
+        """(model inputs, predict_from [T]): one row with each prompt once, its responses behind it.
+
+        A response's last token predicts nothing: it is left out. `groups`: of each prompt its length;
+        `unpack` [responses, longest], which token behind the prompt stands where in (right-padded) rows; and
+        `pack`, where in those rows each token stands. `predict_from`: of each response token the one before
+        it."""
+        input_ids, positions, groups, predict_from = [], [], [], []
+        for prompt, responses in groupby(rollouts, key=lambda rollout: rollout.prompt_ids):
+            input_ids += prompt
+            positions += range(len(prompt))
+            first, places = len(input_ids), []
+            for response_ids in [rollout.response_ids[:-1] for rollout in responses]:
+                tokens = torch.arange(len(response_ids)) + len(input_ids)
+                predict_from += [first - 1, *tokens.tolist()]
+                positions += range(len(prompt), len(prompt) + len(tokens))
+                input_ids += response_ids
+                places.append(tokens - first)
+            unpack = pad_sequence(places, batch_first=True, padding_value=-1)
+            pack = (unpack.flatten() >= 0).nonzero().squeeze(-1)
+            groups.append((len(prompt), unpack.clamp(min=0), pack))
+        input_ids, positions = torch.tensor([input_ids]), torch.tensor([positions])
+        return dict(input_ids=input_ids, position_ids=positions, groups=groups), torch.tensor(predict_from)
+
+
+def packed_attention(module, query, key, value, attention_mask, groups=None, scaling=None, **options):
+    """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. A prompt attends to itself,
+    once; its responses, in rows, attend to it and to themselves. Without `groups`: ordinary causal attention.
+
+    Padding is on the right, where causal attention never sees it."""
+    if groups is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
+    attend = partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
+    sizes = [size for length, _, pack in groups for size in (length, len(pack))]
+    parts = list(zip(*[x.split(sizes, dim=2) for x in (query, key, value)]))
+    out = []
+    for (_, unpack, pack), prompt, responses in zip(groups, parts[::2], parts[1::2]):
+        out.append(attend(*prompt, is_causal=True).transpose(1, 2)[0])   # [prompt, heads, d]
+        if not len(pack):  # all responses are one token long
+            continue
+        rows = []
+        for of_prompt, x in zip(prompt, responses):
+            table = x[0].transpose(0, 1).flatten(1)                      # [tokens, heads * d]
+            # embedding is indexing, table[unpack], with a faster gradient
+            row = F.embedding(unpack, table).unflatten(-1, x.shape[1::2]).transpose(1, 2)
+            rows.append((of_prompt.expand(len(row), -1, -1, -1), row))   # [responses, heads, longest, d]
+        q, k, v = rows[0][1], torch.cat(rows[1], 2), torch.cat(rows[2], 2)
+        # the last query stands at the last key
+        x = attend(q, k, v, causal_lower_right(q.shape[2], k.shape[2]))
+        table = x.transpose(1, 2).flatten(0, 1).flatten(1)               # [responses * longest, heads * d]
+        out.append(F.embedding(pack, table).unflatten(-1, query.shape[1::2]))
+    return torch.cat(out)[None], None
+
+
+AttentionInterface.register("packed", packed_attention)

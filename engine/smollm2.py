@@ -21,7 +21,7 @@ Z_0 = (SHOW.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
 SMOLLM2 = dict(
     dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
-    eval_every=0, eval_samples=16, checkpoint_every=4, lr=1e-5,
+    eval_every=0, eval_samples=16, checkpoint_every=4, lr=1e-5, micro_tokens=2048,
     # a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
     dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
     num_minibatches=1, kl_coef=0.0,

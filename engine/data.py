@@ -241,8 +241,7 @@ def read_template(style: str) -> list[tuple[str, str]]:
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     """Token ids of a user turn of its own, without the instruction (Dynamic RL's z_0); a chat template may
     add a system turn: see --show_prompt."""
-    turn = ("user", text) if read_template(style)[0][0] else ("", text + "\n\n")
-    return _encode(tokenizer, [turn])
+    return _encode(tokenizer, [("user", text) if read_template(style)[0][0] else ("", text + "\n\n")])
 
 
 def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:

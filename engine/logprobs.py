@@ -63,7 +63,7 @@ class ChunkedHead(PlainHead):
     """Logits exist at response positions only, for one chunk at a time, which the backward pass makes again.
 
     (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs, which
-    are too coarse for a ratio.)"""
+    are too coarse for a ratio. The gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -75,7 +75,7 @@ class ChunkedHead(PlainHead):
             return self.values(F.linear(hidden, weight), targets, temperature, statistics)
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(weight))
-        chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False)
+        chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
                   for chunk in zip(hidden.split(size), targets.split(size))]
         return tuple(torch.cat(parts) for parts in zip(*chunks))
 

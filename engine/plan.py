@@ -79,7 +79,7 @@ class Plan:
                   "gathered weights": c * (self.root + 2 * self.layer),
                   "activations": self.layers * layer if a.gradient_checkpointing == "off" else inputs + layer,
                   "logits": 20 * min(HEAD_CHUNK, tokens * self.vocabulary),
-                  "gradient of the head": 4 * head, "vLLM": ASLEEP}
+                  "gradient of the head": 2 * c * head, "vLLM": ASLEEP}
         sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / a.tensor_parallel}
         return dict(sampling=stays | sampler, update=stays | update, sync=stays | sync)
 

@@ -143,7 +143,9 @@ class Policy:
         if trainable and gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for module in model.modules():
-                module.training = getattr(module, "gradient_checkpointing", False)  # else it does nothing
+                if getattr(module, "gradient_checkpointing", False):
+                    module.training = True  # else it does not
+                    vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:
@@ -255,13 +257,14 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
+            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True)  # refused below, by name
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(f"--model is '{path}', but {len(missing)} of its weights are missing, among them "
-                        f"{', '.join(missing[:3])}; they would be random.")
+    if wrong := sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]):
+        raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
+                        f"shape, among them {', '.join(wrong[:3])}; they would be random.")
     return model
 
 

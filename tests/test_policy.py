@@ -110,10 +110,11 @@ def test_head_equals_full_logits(chunked, rows, monkeypatch):
     is_the_models_own(policy, other.model, 300)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom"])
-def test_fast_head_of_other_architectures(tmp_path, name):
-    """Of random models with dropout, which is off."""
-    model, policy = tiny_model(name, tmp_path), make_policy(tmp_path)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom", "OPT"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fast_head_of_other_architectures(tmp_path, name, recompute):
+    """Of random models with dropout, which is off; OPT's layers would drop while they are recomputed."""
+    model, policy = tiny_model(name, tmp_path), make_policy(tmp_path, gradient_checkpointing=recompute)
     is_the_models_own(policy, model, 64)
 
 

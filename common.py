@@ -28,7 +28,6 @@ from typing import Literal
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: new memory costs a CPU a quarter of the time
 # micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -317,7 +316,7 @@ class Run:
         self.model_path = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
         self.config = setup.read_config(self.model_path, args)
         if args.plan:
-            check_plan(args, self.config, train)
+            check_plan(args, self.config, train)  # prints it and exits
         self.tokenizer, self.stop_ids = setup.read_tokenizer(self.model_path, self.config, args)
         self.problems, self.benchmarks = setup.read_data(args, self.tokenizer, train, same_answer)
         if args.show_prompt:
@@ -666,7 +665,7 @@ class Run:
             self.told = True
         elif metrics.get("truncated", 0.0) > 0.5 and not few:
             self.say(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise "
-                             "--max_new_tokens.")
+                     "--max_new_tokens.")
         return metrics
 
     def few_answers(self, responses: list[Rollout]) -> str:

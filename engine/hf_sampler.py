@@ -1,6 +1,8 @@
 """Sampling without vLLM: a transformers model that reads a prompt once for all its samples.
 
-For machines without vLLM, and faster than it for tiny models. tests/test_samplers.py compares the two."""
+For machines without vLLM, and faster than it for tiny models. tests/test_samplers.py compares its log-probs
+with the trainer's, and its greedy tokens with transformers' own `generate`.
+"""
 
 from __future__ import annotations
 

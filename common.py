@@ -316,7 +316,7 @@ class Run:
         self.model_path = smollm2_folder() if args.model == "smollm2" else args.model or TOY_MODEL
         self.config = setup.read_config(self.model_path, args)
         if args.plan:
-            check_plan(args, self.config, train)  # prints it and exits
+            check_plan(args, self.config)  # prints it and exits
         self.tokenizer, self.stop_ids = setup.read_tokenizer(self.model_path, self.config, args)
         self.problems, self.benchmarks = setup.read_data(args, self.tokenizer, train, same_answer)
         if args.show_prompt:
@@ -327,8 +327,8 @@ class Run:
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         wanted = args.sampler == "auto" and not args.plain
         self.engine = "vllm" if args.sampler == "vllm" or wanted and setup.has_vllm() else "hf"
-        if self.device.type == "cuda":
-            args.micro_tokens = check_plan(args, self.config, train)
+        if train and self.device.type == "cuda":
+            args.micro_tokens = check_plan(args, self.config)
         elif args.offload != "none":
             raise UserError(f"--offload is '{args.offload}', but there is no GPU here to take anything off.")
         args.micro_tokens = args.micro_tokens or 16384
@@ -644,7 +644,7 @@ class Run:
         self.bad_steps += 1
         if self.bad_steps >= self.args.max_bad_steps:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
-                            f"(--max_bad_steps); the last good checkpoint is {checkpoint.newest(self.out)}.")
+                            f"(--max_bad_steps); --resume goes on from the last checkpoint.")
 
     def _metrics(self) -> dict[str, float]:
         """Of the step's votes and updates; with a warning if most responses are of no use."""

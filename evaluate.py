@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import common
 from engine.base import UserError, gather, write_atomically
 from engine.formulas import given_up
-from engine.metrics import by_majority, mean, summary
+from engine.metrics import mean, summary
 from engine.options import out_of_range
 from engine.smollm2 import SMOLLM2
 
@@ -72,12 +72,6 @@ class Args:
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
     """Print the exact text of the first prompt and exit."""
-    plan: bool = False
-    """Print memory and time of this evaluation, from the model's config alone, and exit."""
-    gpus: common.CountOrZero = 0
-    """With --plan: GPUs to plan for; 0: torchrun's ranks."""
-    gpu_gib: common.NonNegative = 0.0
-    """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
@@ -106,7 +100,7 @@ class Args:
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
         shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
-                  "out question_field answer_field show_prompt plan gpus gpu_gib").split()
+                  "out question_field answer_field show_prompt").split()
         options = {name: getattr(self, name) for name in shared}
         for name in "max_new_tokens max_prompt_tokens prompt sampler".split():
             options[name] = chosen.pop(name)
@@ -122,7 +116,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.Run(args.run_args(), train=False, **task)
-    results, majorities, warnings = {}, {}, []
+    results, warnings = {}, []
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     run.say(f"Evaluating {args.model or run.model_path} ...")
@@ -130,8 +124,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         run.sampler.load(weights_in(args.model, run.device, run.dtype))
     for name, problems in run.benchmarks.items():
         graded = run.evaluate_benchmark(name, problems)
-        verdicts = [g for g, _ in graded]
-        results[name], majorities[name] = summary(verdicts), by_majority(verdicts)
+        results[name] = summary([verdicts for verdicts, _ in graded])
         if few := run.few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations and run.rank == 0:
@@ -143,7 +136,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         results["mean"] = {"pass@1": mean(rates)}
     if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
         record = json.loads((run.out / "run.json").read_text())
-        record |= dict(model=args.model or run.model_path, results=results, by_majority=majorities)
+        record |= dict(model=args.model or run.model_path, results=results)
         write_atomically(run.out / "results.json", json.dumps(record, indent=1))
         print("\n".join([table(results), *warnings]))
         print(f"\n{run.out / 'results.json'}")

@@ -22,11 +22,6 @@ def complete(run_folder: Path) -> list[Path]:
     return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
-def newest(run_folder: Path) -> str:
-    """For messages: the newest complete checkpoint, or 'none'."""
-    return str(next(iter(complete(run_folder)), "none"))
-
-
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of the tensor files that this rank sees."""
     return {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file()}
@@ -54,8 +49,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     partial = final.with_suffix(".partial")
 
     def failed(reason: str) -> str:  # full disk, lost mount
-        return (f"the checkpoint of step {step} could not be written to {final.parent} ({reason}); the last "
-                f"good checkpoint is {newest(run_folder)}.")
+        return (f"the checkpoint of step {step} could not be written to {final.parent} ({reason}); --resume "
+                "goes on from the last good one.")
 
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)

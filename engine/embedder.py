@@ -43,8 +43,6 @@ class Embedder:
                             f"{first_line(error)}") from None
 
     def __call__(self, texts: list[str]) -> list[torch.Tensor]:
-        if not texts:
-            return []
         vectors = count_words(texts) if self.name == "words" else self._encode(texts)
         return list(torch.nn.functional.normalize(vectors.float().cpu(), dim=-1))
 

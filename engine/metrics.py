@@ -72,24 +72,6 @@ def summary(graded: list[dict]) -> dict[str, float]:
     return row
 
 
-def by_majority(graded: list[dict]) -> dict[int, dict[str, float]]:
-    """{votes of the majority: number of problems, their pass@1, pass@n, maj@n}. RESTRAIN Figures 2, 7.
-
-    Those with a gold answer; pass@n: any of the n responses is right, maj@n: the majority is."""
-    found: dict[int, list[dict]] = {}
-    for verdicts in graded:
-        votes = Counter(c for c in verdicts["classes"] if c is not None)
-        if verdicts["known"]:
-            found.setdefault(max(votes.values(), default=0), []).append(verdicts)
-    table = {}
-    for votes, part in sorted(found.items()):
-        table[votes] = {"problems": len(part),
-                        "pass@1": mean(mean(verdicts["correct"]) for verdicts in part),
-                        "pass@n": mean(any(verdicts["correct"]) for verdicts in part),
-                        "maj@n": mean(verdicts["majority"] for verdicts in part)}
-    return table
-
-
 # ------------------------------------------------- training -------------------------------------------------
 def step_metrics(groups: list[dict]) -> dict[str, float]:
     """Means over the prompts of a step. groups: what Run.log_group kept, one per prompt."""

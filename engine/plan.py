@@ -32,13 +32,13 @@ class Plan:
     """Bytes that a run takes of each of its GPUs: --gpus of --gpu_gib, else the ranks and GPUs here, without
     a GPU 80 GiB. --micro_tokens 0 becomes the largest of MICRO_TOKENS that fits, else one sequence."""
 
-    def __init__(self, args, config, train: bool = True):
-        """args: of a script. config: the model's. train False: an evaluation, the sampler is alone.
+    def __init__(self, args, config):
+        """args: of a script. config: the model's.
 
         q, kv: width of all query heads, of all key (or value) heads. weights: the parameters, counted in a
         model without memory; root: those of embeddings and (untied) head, which FSDP gathers together; layer:
         those of one layer."""
-        self.args, self.train = args, train
+        self.args = args
         self.ranks, self.gpu = args.gpus or rank_and_ranks()[1], (args.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not args.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
@@ -63,9 +63,6 @@ class Plan:
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
         a, c = self.args, self.c
-        sampler = {"vLLM": a.gpu_memory * self.gpu}
-        if not self.train:
-            return dict(sampling=sampler)
         head, shard = self.vocabulary * self.hidden, self.weights / self.ranks
         offload = a.offload == "optimizer"
         stays = {"weights and Adam": 4 * head / self.ranks if offload else 12 * shard,
@@ -81,7 +78,8 @@ class Plan:
                   "logits": 20 * min(HEAD_CHUNK, tokens * self.vocabulary),
                   "gradient of the head": 2 * c * head, "vLLM": ASLEEP}
         sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / a.tensor_parallel}
-        return dict(sampling=stays | sampler, update=stays | update, sync=stays | sync)
+        sampling = {"vLLM": a.gpu_memory * self.gpu}
+        return dict(sampling=stays | sampling, update=stays | update, sync=stays | sync)
 
     def cached_sequences(self) -> int:
         """Sequences of full length whose keys and values fit into vLLM's share beside its weights."""
@@ -89,15 +87,9 @@ class Plan:
         room = self.args.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
         return int(max(0, room) / (2 * self.c * self.layers * self.kv / parallel * self.length))
 
-    def offloaded(self) -> float:
-        """Bytes of host memory that --offload takes on a node of up to 8 GPUs."""
-        adam = 16 if self.args.offload == "optimizer" else 0
-        reference = self.c if self.args.kl_coef > 0 and self.args.offload != "none" else 0
-        return (adam + reference) * self.weights * min(self.ranks, 8) / self.ranks
-
     def misfit(self) -> str:
         """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
-        usable = USABLE * self.gpu - (OVERHEAD if self.train else 0)  # in an evaluation vLLM's share has it
+        usable = USABLE * self.gpu - OVERHEAD
         for phase, parts in self.phases().items():
             if sum(parts.values()) > usable:
                 return phase
@@ -115,24 +107,22 @@ class Plan:
         return f"It does not fit: {what}; try {REMEDIES[phase]}."
 
     def table(self) -> str:
-        """GiB of each GPU by phase, vLLM's room for sequences, host memory, and the verdict."""
+        """GiB of each GPU by phase, vLLM's room for sequences, and the verdict."""
         phases = {phase: parts | {"together": sum(parts.values())} for phase, parts in self.phases().items()}
         lines = [f"Plan for {self.ranks} GPU(s) of {self.gpu / GIB:g} GiB; {self.weights / 1e9:.2f}e9 "
                  "parameters", f"{'GiB of each GPU in':22}" + "".join([f"{phase:>10}" for phase in phases])]
-        for name in phases.get("update", phases["sampling"]):
+        for name in phases["update"]:
             sizes = [parts.get(name, 0) / GIB for parts in phases.values()]
             lines.append(f"{name:22}" + "".join([f"{size:10.1f}" for size in sizes]))
-        lines.append(f"vLLM has room for {self.cached_sequences():,} sequences of {self.length:,} tokens.")
-        if self.train:
-            lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens).",
-                      f"--offload takes {self.offloaded() / GIB:.0f} GiB of a node's host memory."]
-        return "\n".join([*lines, self.verdict()])
+        return "\n".join([
+            *lines, f"vLLM has room for {self.cached_sequences():,} sequences of {self.length:,} tokens.",
+            f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens).", self.verdict()])
 
 
-def check_plan(args, config, train: bool = True) -> int:
+def check_plan(args, config) -> int:
     """--micro_tokens of a run on the GPUs here; raises UserError if it does not fit them. With --plan: prints
     the table on rank 0 and exits, with code 0 if the run fits, else 1."""
-    plan = Plan(args, config, train)
+    plan = Plan(args, config)
     if args.plan:
         if rank_and_ranks()[0] == 0:
             print(plan.table(), flush=True)

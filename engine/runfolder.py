@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine import checkpoint
 from engine.base import UserError, gather, on_all_ranks, same_on_all_ranks, seed_of, write_atomically
 from engine.options import read_run, script_name
 from engine.setup import describe
@@ -32,7 +31,6 @@ class RunFolder:
     def __init__(self, args, rank: int, ranks: int, device, identity: dict):
         """identity: setup.identity's. Raises UserError if the folder cannot be used."""
         self.args, self.rank, self.history, self.bar, self.board = args, rank, [], None, None
-        self.numbers = {}  # of the problems, in the order in which votes.jsonl names them
         self.identity, self.before, self.record = {}, {}, {}
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(gather(args.out or f"runs/{name}")[0])
@@ -40,7 +38,7 @@ class RunFolder:
                      lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
-    def identify(self, content: dict[str, str]) -> None:
+    def identify(self, content: dict[str, int]) -> None:
         """Keep in run.json what all ranks must share, and a resumed run with the one before it.
 
         Raises UserError, naming the entry, if they do not."""
@@ -59,13 +57,10 @@ class RunFolder:
         if self.rank:
             return
         out, wrong = self.path, f"--out is '{self.path}', "
-        ours = (out / "run.json").exists()
         if self.args.resume:
             run = read_run(out)
-        if ours and not self.args.resume:
-            raise UserError(wrong + "which already holds a run; give another folder, or --resume to go on.")
-        if not ours and out.is_dir() and set(os.listdir(out)) - {"lock"}:
-            raise UserError(wrong + "which holds other files; give an empty or a new folder.")
+        elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
+            raise UserError(wrong + "which is not empty; give another folder, or --resume to go on.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
@@ -98,11 +93,8 @@ class RunFolder:
             return
         from torch.utils.tensorboard import SummaryWriter
         self.history += self._keep_lines("metrics.jsonl", first_step)
-        self._keep_lines("samples.jsonl", first_step)
-        self._keep_lines("evaluations.jsonl", first_step)
-        for line in self._keep_lines("votes.jsonl", first_step):
-            if "question" in line:
-                self.numbers[line["question"]] = line["problem"]
+        for name in ("samples.jsonl", "evaluations.jsonl", "votes.jsonl"):
+            self._keep_lines(name, first_step)
         if self.args.wandb:
             import wandb
             wandb.init(project="label-free-rl", name=self.path.name, id=self.path.name, resume="allow",
@@ -132,13 +124,10 @@ class RunFolder:
             self.bar.update(1)
 
     def log_samples(self, step: int, groups: list[dict]) -> None:
-        """A line of votes.jsonl for each of a step's prompts, with its text in the first one; and of two the
-        whole vote in samples.jsonl: of the same problems whenever they come up."""
+        """A line of votes.jsonl for each of a step's prompts; and of two the whole vote in samples.jsonl: of
+        the same problems whenever they come up."""
         for group in groups:
-            question, number = group["prompt"].question, len(self.numbers)
-            text = {} if question in self.numbers else dict(question=question, answer=group["prompt"].answer)
-            number = self.numbers.setdefault(question, number)
-            self.append("votes.jsonl", dict(step=step, problem=number, **vote_record(group), **text))
+            self.append("votes.jsonl", dict(step=step, **vote_record(group)))
         for group in sorted(groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
             self.append("samples.jsonl", sample_record(step, group))
 
@@ -150,8 +139,8 @@ class RunFolder:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
         except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; the last good "
-                            f"checkpoint is {checkpoint.newest(self.path)}.") from None
+            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume goes on from "
+                            "the last checkpoint.") from None
 
     def finish(self) -> None:
         """A table of the evaluations before and after, and what to open next."""
@@ -190,10 +179,11 @@ def evaluation_table(history: list[dict]) -> str:
 def vote_record(group: dict) -> dict:
     """One prompt's vote in short, for votes.jsonl.
 
-    n: responses; counts: [[answer, votes], ...], most votes first, of an answer its first 40 characters;
-    share: of the majority; gold: the place of the gold answer in counts (null: nobody gave it, or there is
-    none); right: whether the majority is (null: no gold answer); label: right, wrong, none (the script
-    abstained) or given (no gold answer), of several weighted labels the heaviest; trained: responses."""
+    problem, answer: its text and gold answer; n: responses; counts: [[answer, votes], ...], most votes
+    first, of an answer its first 40 characters; share: of the majority; gold: the place of the gold answer in
+    counts (null: nobody gave it, or there is none); right: whether the majority is (null: no gold answer);
+    label: right, wrong, none (the script abstained) or given (no gold answer), of several weighted labels the
+    heaviest; trained: responses."""
     prompt, label, answers = group["prompt"], group["label"], [r.answer for r in group["responses"]]
     gold, *classes = prompt.classes([prompt.answer, *answers])
     ranked = Counter(c for c in classes if c is not None).most_common()
@@ -203,25 +193,24 @@ def vote_record(group: dict) -> dict:
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
         kind = "given" if gold is None else "right" if taken == gold else "wrong"
     right = None if gold is None else order[:1] == [gold]
-    return dict(n=len(answers), counts=[[answers[classes.index(c)][:40], votes] for c, votes in ranked],
+    return dict(problem=prompt.question, answer=prompt.answer, n=len(answers),
+                counts=[[answers[classes.index(c)][:40], votes] for c, votes in ranked],
                 share=round(ranked[0][1] / len(answers), 4) if ranked else 0.0, right=right,
                 gold=order.index(gold) if gold in order else None, label=kind, trained=len(group["trained"]))
 
 
 def sample_record(step: int, group: dict) -> dict:
     """One prompt's whole vote for samples.jsonl. The texts are the ends of the responses, long ones of the
-    first two; cut: whether any is less than its whole."""
+    first two."""
     prompt, responses = group["prompt"], group["responses"]
     rows = []
     for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
         trained = i in group["trained"]
         rows.append(dict(
             text=r.text[-2000 if i < 2 else -100:], answer=r.answer, answer_class=c, reward=round(reward, 6),
-            votes=group["classes"].count(c) if c is not None else 0, trained=trained,
-            advantage=round(r.advantage, 6) if trained else None, tokens=r.length, finished=r.finished,
-            entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
+            trained=trained, advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
+            finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     equal = prompt.classes([prompt.answer, *(r.answer for r in responses)])  # gold, then the answers
-    cut = any(row["text"] != r.text for row, r in zip(rows, responses))
-    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label, cut=cut,
+    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import platform
 import subprocess
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from engine.base import UserError, first_line, rank_and_ranks
+from engine.base import UserError, first_line, rank_and_ranks, seed_of as digest
 from engine.data import Problem, encode_prompt, load_problems, read_template
 from engine.options import script_name
 
@@ -191,11 +190,7 @@ def start_processes(bf16: bool = False) -> tuple[torch.device, int, int]:
 
 
 # ------------------------------------------------ what a run is ---------------------------------------------
-def digest(value) -> str:
-    return hashlib.blake2b(repr(value).encode(errors="backslashreplace"), digest_size=8).hexdigest()
-
-
-def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, str]:
+def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
     found = {"the stop tokens of --model": digest(stop_ids)}
     data = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
@@ -204,14 +199,14 @@ def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -
     return found
 
 
-def weights_digest(model) -> str:
+def weights_digest(model) -> int:
     """Of the first numbers of every parameter: the same for the same weights, in whatever folder or file."""
     parameters = model.named_parameters()
     return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
 
 
-def code_digest(script: Path) -> str:
-    """Of a run's script, common.py, engine/ and the toy's data (smollm2's are made by engine/)."""
+def code_digest(script: Path) -> int:
+    """Of a run's script, common.py, engine/ and the toy's weights and data."""
     root = Path(__file__).parent.parent
     files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*.json*"))]
     return digest([file.read_bytes() for file in files if file.is_file()])

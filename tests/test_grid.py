@@ -18,22 +18,23 @@ HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x on
 
 
 def response(text, answer, own, **more):
-    row = dict(text=text, answer=answer, answer_class=own, reward=1.0, votes=1, trained=True, advantage=0.5,
+    row = dict(text=text, answer=answer, answer_class=own, reward=1.0, trained=True, advantage=0.5,
                tokens=9, finished=True, entropy=0.25)
     return row | more
 
 
 def logged(step, responses, equal, label, **more):
     """A line of samples.jsonl; equal: the classes of gold and of the answers."""
-    record = dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label, cut=False)
+    record = dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label)
     return record | dict(negatives=[], responses=responses) | more
 
 
 def brief(step, counts, label="wrong", **more):
     """A line of votes.jsonl."""
     n = sum(votes for _, votes in counts)
-    line = dict(step=step, problem=0, n=n, counts=counts, share=counts[0][1] / n, right=label == "right")
-    return line | dict(gold=0 if label == "right" else None, label=label, trained=2) | more
+    line = dict(step=step, problem="What is 3 + 4?", answer="7", n=n, counts=counts, share=counts[0][1] / n)
+    right = label == "right"
+    return line | dict(right=right, gold=0 if right else None, label=label, trained=2) | more
 
 
 def write_run(folder, **files):
@@ -48,8 +49,7 @@ def write_run(folder, **files):
 def two_votes(folder, answer="8"):
     """A run with one problem and two votes on it, of the second with texts."""
     rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
-    text = dict(question="What is 3 + 4?", answer="7")
-    votes = [brief(1, [[answer, 2], ["7", 1]], **text), brief(2, [["7", 2], ["8", 1]], "right")]
+    votes = [brief(1, [[answer, 2], ["7", 1]]), brief(2, [["7", 2], ["8", 1]], "right")]
     return write_run(folder, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
 
 
@@ -96,12 +96,11 @@ def test_page_marks_another_label_negative_or_gold_answer():
 
 
 def test_page_gives_one_problem_two_numbers_or_keeps_every_text(tmp_path):
-    other = dict(question="1 + 1?", answer="2")
+    other = dict(problem="1 + 1?", answer="2")
     samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
     first = two_votes(tmp_path / "first")
-    text = dict(question="What is 3 + 4?", answer="7")
     second = write_run(tmp_path / "second", samples=samples, votes=[
-        brief(1, [["2", 3]], **other), brief(1, [["7", 3]], **text | dict(problem=1))])
+        brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
     data = report.page_data([first, second])
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
     assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]

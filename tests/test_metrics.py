@@ -12,8 +12,7 @@ import common
 import evaluate
 import ttrl
 from common import Problem, Rollout
-from engine.metrics import (
-    by_majority, grade, group_metrics, maj_at_k, majority, pass_at_k, step_metrics, summary)
+from engine.metrics import grade, group_metrics, maj_at_k, majority, pass_at_k, step_metrics, summary
 from engine.runfolder import sample_record
 
 
@@ -85,20 +84,6 @@ def test_the_mean_over_benchmarks_is_not_printed_or_saved(tmp_path, monkeypatch,
     header, *rows = [line.split() for line in printed if line.startswith((" ", "pass@"))]
     assert header[-1] == "mean" and rows[0] == "pass@1 0.500 +- 0.250 0.250 +- 0.000 0.375".split()
     assert rows[1][:3] == ["pass@2", "0.750", "0.500"]
-
-
-def test_by_majority_by_hand():
-    """Four responses: 3 votes and right; 2 votes, wrong, but one of the others is right; none; no gold."""
-    def verdicts(classes, right, known=True):
-        correct = [c in right for c in classes]
-        return dict(classes=classes, correct=correct, known=known, majority=majority(classes) in right)
-
-    graded = [verdicts([0, 0, 1, 0], {0}), verdicts([0, 1, None, 0], {1}), verdicts([0, 0, 1, 2], {0}),
-              verdicts([None] * 4, set()), verdicts([0, 0, 0, 0], set(), known=False)]
-    assert by_majority(graded) == {
-        0: {"problems": 1, "pass@1": 0, "pass@n": 0, "maj@n": 0},
-        2: {"problems": 2, "pass@1": (1 / 4 + 2 / 4) / 2, "pass@n": 1, "maj@n": 1 / 2},
-        3: {"problems": 1, "pass@1": 3 / 4, "pass@n": 1, "maj@n": 1}}
 
 
 def test_without_a_gold_answer_there_is_no_score():
@@ -221,17 +206,15 @@ def test_a_sample_record_by_hand():
     for name in record["responses"][0]:
         by_name[name] = [r[name] for r in record["responses"]]
     assert by_name["answer"] == ANSWERS and by_name["answer_class"] == CLASSES
-    assert by_name["votes"] == [3, 3, 2, 3, 2, 0, 1, 0]
     assert by_name["reward"] == [1, 1, 0, 1, 0, -1, 0.123457, -1]
     assert by_name["trained"] == [False, True, True] + [False] * 5
     assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
     assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
     # the ends of the texts: long ones of the first two, else short ones
-    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50] and record["cut"]
+    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50]
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
     assert record["negatives"] == []
-    whole = sample_record(4, group({}, negatives={2, 1}))
-    assert whole["negatives"] == [1, 2] and not whole["cut"]
+    assert sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
 
 
 def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):

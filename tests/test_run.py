@@ -292,7 +292,7 @@ def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
     run_json = (out / "run.json").read_bytes()
     with pytest.raises(UserError, match="in which another process is running; give another folder"):
         run_toy(ttrl, out, resume=True)
-    with pytest.raises(UserError, match="already holds a run; give another folder, or --resume"):
+    with pytest.raises(UserError, match="is not empty; give another folder, or --resume"):
         run_toy(ttrl, out)
     before = len(metrics_of(out))
     assert (out / "run.json").read_bytes() == run_json
@@ -314,7 +314,7 @@ def test_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole
         shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("*.partial"))
     finally:
         subprocess.run(["umount", "-l", str(out)], check=True)
-    assert "No space left" in error and "the last good checkpoint is" in error and "Traceback" not in error
+    assert "No space left" in error and "--resume goes on from" in error and "Traceback" not in error
     finish(tmp_path / "copy", eval="", resume=True)
     assert_equal(fresh_state(tmp_path / "copy/final"), fresh_state(whole / "final"))
 

@@ -97,7 +97,7 @@ def test_a_script_does_not_log_every_vote(script, watch):
         assert not known and {vote["label"] for vote in votes} <= {"given", "none"}
     else:
         assert sum(known) / 5 == line["majority_accuracy"]
-        assert (sample["problem"], sample["gold"]) in [(vote["question"], vote["answer"]) for vote in votes]
+        assert (sample["problem"], sample["gold"]) in [(vote["problem"], vote["answer"]) for vote in votes]
 
 
 SAMPLED = dict(ettrl=["generate"] * 2, dynamic_rl=["generate"] * 2)  # trunks, branches; questions, solutions

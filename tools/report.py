@@ -55,12 +55,10 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     of the script's own (`run.log_sample`), both of at most 50 steps, evenly chosen."""
     record = folder / "run.json"
     about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    args, questions, votes, kept, others = about.get("args", {}), {}, [], [], []
+    args, votes, kept, others = about.get("args", {}), [], [], []
     for line in read_jsonl(folder / "votes.jsonl"):
-        if "question" in line:
-            questions[line["problem"]] = line["question"], line["answer"]
-        question, gold = questions[line["problem"]]
-        votes.append(line | dict(problem=numbers.setdefault(question, len(numbers)), correct=gold))
+        number = numbers.setdefault(line["problem"], len(numbers))
+        votes.append(line | dict(problem=number, correct=line["answer"]))
     records = read_jsonl(folder / "samples.jsonl")
     steps = sorted({line["step"] for line in records})
     shown = set(steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1])

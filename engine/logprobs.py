@@ -75,6 +75,8 @@ class ChunkedHead(PlainHead):
             return self.values(F.linear(hidden, weight), targets, temperature, statistics)
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(weight))
+        if len(targets) <= size:  # a single chunk is kept
+            return of_chunk(hidden, targets)
         chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
                   for chunk in zip(hidden.split(size), targets.split(size))]
         return tuple(torch.cat(parts) for parts in zip(*chunks))

@@ -239,8 +239,8 @@ def disagreeing(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, sentence", [
     ("flag", "--lr is 0.0 on rank 1, but 0.001 on rank 0; all ranks need the same command"),
-    ("data", "the data of --dataset is '"),
-    ("weights", "the weights of --model is '"),
+    ("data", "the data of --dataset is "),
+    ("weights", "the weights of --model is "),
     ("advantage", "the ranks have different batches: every rank must compute the same responses and"),
     ("disk", "which another rank wrote: --out must be on a file system that all nodes share"),
 ])

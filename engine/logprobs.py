@@ -60,7 +60,7 @@ CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 26}
 
 
 class ChunkedHead(PlainHead):
-    """Logits exist at response positions only, for one chunk at a time, which the backward pass makes again.
+    """Logits exist at response positions only, a chunk at a time; the backward pass makes several again.
 
     (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs, which
     are too coarse for a ratio. The gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""

@@ -60,7 +60,7 @@ class RunFolder:
         if self.args.resume:
             run = read_run(out)
         elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
-            raise UserError(wrong + "which is not empty; give another folder, or --resume to go on.")
+            raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")

@@ -206,9 +206,9 @@ def weights_digest(model) -> int:
 
 
 def code_digest(script: Path) -> int:
-    """Of a run's script, common.py, engine/ and the toy's weights and data."""
+    """Of a run's script, common.py, engine/ and toy/."""
     root = Path(__file__).parent.parent
-    files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*.json*"))]
+    files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*"))]
     return digest([file.read_bytes() for file in files if file.is_file()])
 
 

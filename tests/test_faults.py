@@ -104,7 +104,7 @@ def test_a_damaged_folder_neither_resumes_nor_says_why(tmp_path, launch, stopped
 def test_somebodys_own_file_is_written_over(tmp_path, launch):
     (tmp_path / "metrics.jsonl").write_text("mine")
     code, _, errors = launch(out=tmp_path, **TINY)
-    assert code == 2 and "which is not empty; give another folder, or --resume to go on." in errors
+    assert code == 2 and "which is not empty; give another folder, or --resume if it holds a run." in errors
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
 
 

@@ -58,7 +58,7 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     args, votes, kept, others = about.get("args", {}), [], [], []
     for line in read_jsonl(folder / "votes.jsonl"):
         number = numbers.setdefault(line["problem"], len(numbers))
-        votes.append(line | dict(problem=number, correct=line["answer"]))
+        votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
     records = read_jsonl(folder / "samples.jsonl")
     steps = sorted({line["step"] for line in records})
     shown = set(steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1])

@@ -202,10 +202,8 @@ def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple
     if temperature == 0:
         token = probs.argmax(-1)
     else:
-        size, tokens = max(1, 2 ** 20 // probs.shape[-1]), []  # rows at a time: new memory is slow
-        for part, u in zip(probs.split(size), uniform.split(size)):
-            # float64: a float32 sum over 150k entries loses the tail
-            cumulative = part.cumsum(-1, dtype=torch.float64)
-            tokens.append(torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True))
-        token = torch.cat(tokens).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+        # float64: a float32 sum over 150k entries loses the tail
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+        token = token.squeeze(-1).clamp(max=probs.shape[-1] - 1)
     return token, probs.gather(-1, token[:, None]).squeeze(-1).log()

@@ -49,7 +49,7 @@ class PlainHead(torch.nn.Module):
         """(log-prob of the target, entropy in nats), both [T], of logits [T, V] / temperature; then each
         statistic of the log-probs of the whole vocabulary, [T, V] -> [T]."""
         logp = (logits.float() / temperature).log_softmax(-1)
-        entropy_T = -(logp.exp() * logp).sum(-1)
+        entropy_T = -torch.linalg.vecdot(logp.exp(), logp)
         others = [function(logp.detach()) for function in statistics]
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
 

@@ -6,6 +6,8 @@
     python -m tools.claims all       # all of the toy's, then docs/claims.md: hours; goes on where it stopped
     python -m tools.claims page      # docs/claims.md anew, from results/claims.json
 
+A claim is a row of tools/claims.csv, committed before its runs. Its arms share a regime, the learning rate
+included. Settings are chosen on seeds 101 and above; 1 to 8 are reported, and 11 to 18 run once, later.
 One rule gives all verdicts: *shown* if the 95% interval of the paired difference excludes 0 in the claimed
 direction and the mean exceeds the margin, *opposite* if it excludes 0 in the other, else *not shown here*.
 """
@@ -19,13 +21,15 @@ import math
 import os
 import random
 import re
-import sys
+from dataclasses import dataclass
+from itertools import accumulate, compress, product
 from pathlib import Path
 from statistics import fmean, stdev
 
 import jinja2
-import matplotlib
+import pandas
 import torch
+from matplotlib import pyplot
 from scipy import stats
 
 import ettrl
@@ -35,12 +39,34 @@ import ttrl
 from common import UserError
 from engine.runfolder import read_jsonl
 from tools import compare, plot
-from tools.claim_records import CLAIMS, EVOL, MINUTES, REGIMES, VOTES, Claim
 from tools.explain import sample_votes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, RUNS, IMAGES = ROOT / "results/claims.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
 SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
+
+
+@dataclass
+class Claim:
+    """A row of tools/claims.csv."""
+    id: str
+    says: str
+    place: str
+    arms: list[str]  # commands; "start", the first arm's own; a number; of VOTES: two measures of `vote_row`
+    regime: str      # of tools/regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
+    metric: str      # see `value`
+    direction: int   # of first arm less second, as the paper has it
+    margin: float    # what the mean must exceed, in the metric's unit
+    seeds: list[int]
+    held_out: list[int]
+    note: str        # why it cannot be tested here, or what one must know
+
+
+CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "tools/regimes.csv", index_col="regime").to_dict("index")
+for row in pandas.read_csv(ROOT / "tools/claims.csv", keep_default_na=False).to_dict("records"):
+    row["arms"] = [row.pop("first"), row.pop("second")]
+    row["seeds"], row["held_out"] = [list(map(int, row[name].split())) for name in ("seeds", "held_out")]
+    CLAIMS.append(Claim(**row))
 
 
 # ------------------------------------------- a run's values -------------------------------------------------
@@ -55,10 +81,9 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     kind, _, name = metric.partition(" ")
     if kind == "sharpening":
         first, *_, last = read_jsonl(folder / "evaluations.jsonl")
-        gains: dict[bool, list[float]] = {True: [], False: []}
-        for before, after, right in zip(first["right"], last["right"], first["majority"]):
-            gains[right].append(after - before)
-        return fmean(gains[True]) - fmean(gains[False])
+        gains = [after - before for before, after in zip(first["right"], last["right"])]
+        wrong = [not right for right in first["majority"]]
+        return fmean(compress(gains, first["majority"])) - fmean(compress(gains, wrong))
     lines, name = plot.read_metrics(folder), name or "batch_pass@1"
     series = [line[name] for line in lines if name in line]
     if start:
@@ -73,11 +98,6 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
         least = lines[0]["eval/train/pass@1"] - .05
         return next((i + 1 for i, mean in enumerate(tens) if mean < least), len(series) + 1)
     return dict(end=series[-1], last=fmean(series[-5:]), mean=fmean(series))[kind]
-
-
-def command_of(claim: Claim, arm: str, seed: int) -> list[str]:
-    script, *switches = arm.split()
-    return [script, *REGIMES[claim.regime].split(), *switches, "--seed", str(seed)]  # the last of two counts
 
 
 def folder_of(claim: Claim, arm: str, seed: int) -> Path:
@@ -96,33 +116,27 @@ def values_of(claim: Claim, arm: str, seeds) -> list[float]:
 
 
 # ------------------------------------------- the verdict ----------------------------------------------------
-def judged(claim: Claim, first, second, mean: float, half: tuple, detectable: float, p: float) -> dict:
-    """A claim's result. half: how far the 95% interval reaches below and above the mean of the differences;
-    detectable: the smallest true difference that would have been found with 90% power."""
-    low, high = mean - half[0], mean + half[1]
+def judged(claim: Claim, arms: dict, mean: float, low: float, high: float, least: float, p: float) -> dict:
+    """A claim's result. low, high: the 95% interval; least: what would have been found with 90% power."""
     below, above = (low, high) if claim.direction > 0 else (-high, -low)
-    said = "opposite" if above < 0 else "not shown here"
-    if below > 0 and claim.direction * mean > claim.margin:
-        said = "shown"
-    return dict(verdict=said, mean=mean, low=low, high=high, detectable=detectable, p=float(p), first=first,
-                second=second)
+    shown = below > 0 and claim.direction * mean > claim.margin
+    said = "shown" if shown else "opposite" if above < 0 else "not shown here"
+    return dict(verdict=said, mean=mean, low=low, high=high, detectable=least, p=p) | arms
 
 
 def judge(first: list[float], second: list[float], claim: Claim) -> dict:
     """Paired t over seeds; the p of `collapse`, whose values are censored, by Wilcoxon's signed ranks."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    n, mean = len(differences), fmean(differences)
-    error = stdev(differences) / math.sqrt(n)
-    t = stats.t.ppf(.975, n - 1)
-    p = 2 * stats.t.sf(abs(mean) / error, n - 1) if error else float(mean == 0)
-    if claim.metric == "collapse":
-        p = stats.wilcoxon(differences).pvalue if any(differences) else 1.0
-    return judged(claim, first, second, mean, (t * error, t * error), (t + stats.t.ppf(.9, n - 1)) * error, p)
+    test = stats.wilcoxon if claim.metric == "collapse" else stats.ttest_rel
+    p = test(first, second).pvalue if any(differences) else 1.0
+    t, power = stats.t.ppf([.975, .9], len(differences) - 1).tolist()
+    mean, error = fmean(differences), float(stats.sem(differences))
+    arms, half = dict(first=first, second=second), t * error
+    return judged(claim, arms, mean, mean - half, mean + half, half + power * error, float(p))
 
 
 def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000) -> dict | None:
-    """The claim's two measures on rows of votes, and a bootstrap of their difference over problems; None if
-    there are no such votes."""
+    """Of two measures on rows of votes, by a bootstrap over problems; None if there are no such votes."""
     def measures(chosen: list[list[dict]]) -> list[float]:
         rows = [row for rows in chosen for row in rows]
         return [measured(rows, arm) for arm in claim.arms]
@@ -133,25 +147,23 @@ def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000)
     drawn = [measures(draw.choices(problems, k=len(problems))) for _ in range(resamples)]
     differences = sorted(a - b for a, b in drawn if not math.isnan(a - b))
     low, high = (differences[int(share * len(differences))] for share in (.025, .975))
-    mean, error = first - second, stdev(differences)
+    mean, error = first - second, stdev(differences)  # 90% power: 1.96 + 1.28 standard errors
     p = 2 * stats.norm.sf(abs(mean) / error) if error else 1.0
-    return judged(claim, [first], [second], mean, (mean - low, high - mean), 3.24 * error, p)  # 1.96 + 1.28
+    return judged(claim, dict(first=[first], second=[second]), mean, low, high, 3.24 * error, float(p))
 
 
 def holm(ps: dict[str, float]) -> dict[str, float]:
     """p values adjusted for their number (Holm 1979)."""
-    adjusted, largest = {}, 0.0
-    for rank, name in enumerate(sorted(ps, key=ps.get)):
-        largest = max(largest, min(1.0, ps[name] * (len(ps) - rank)))
-        adjusted[name] = largest
-    return adjusted
+    names = sorted(ps, key=ps.get)
+    scaled = [min(1.0, ps[name] * (len(ps) - rank)) for rank, name in enumerate(names)]
+    return dict(zip(names, accumulate(scaled, max)))
 
 
 # ------------------------------------------- the results ----------------------------------------------------
 def digest(claim: Claim) -> str:
     """Of what a result depends on: with another record it must be made again."""
-    record = [claim.arms, REGIMES.get(claim.regime), claim.metric, claim.direction, claim.margin, claim.seeds,
-              claim.held_out]
+    flags = REGIMES.get(claim.regime, {}).get("flags")
+    record = [claim.arms, flags, claim.metric, claim.direction, claim.margin, claim.seeds, claim.held_out]
     return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
 
 
@@ -169,13 +181,13 @@ def read_results() -> dict[str, dict]:
 def keep(claim: Claim, part: str, result: dict) -> None:
     results = read_results()
     results.setdefault(claim.id, dict(record=digest(claim)))[part] = result
-    RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def minutes(claim: Claim) -> float:
     """Core-minutes of both arms' reported runs."""
-    return MINUTES.get(claim.regime, 0.0) * len(claim.seeds) * sum(".py" in arm for arm in claim.arms)
+    runs = len(claim.seeds) * sum(".py" in arm for arm in claim.arms)
+    return runs * REGIMES.get(claim.regime, {}).get("minutes", 0.0)
 
 
 def run(claim: Claim, held_out: bool, workers: int) -> None:
@@ -185,8 +197,10 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
     if not arms or not seeds:
         return
     jobs = {}
-    for seed in seeds:
-        jobs |= {folder_of(claim, arm, seed): command_of(claim, arm, seed) for arm in arms}
+    for seed, arm in product(seeds, arms):
+        script, *switches = arm.split()  # of an option given twice the last counts
+        command = [script, *REGIMES[claim.regime]["flags"].split(), *switches, "--seed", str(seed)]
+        jobs[folder_of(claim, arm, seed)] = command
     print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
           f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most {minutes(claim):.0f} "
           f"core-minutes. {claim.note}", flush=True)
@@ -198,13 +212,10 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
     print(f"{result['verdict'].capitalize()}: {result['mean']:+.3f}, 95% interval {result['low']:+.3f} to "
           f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
     if not held_out:
-        IMAGES.mkdir(parents=True, exist_ok=True)
         logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
         panels = dict.fromkeys(["batch_pass@1", claim.metric.partition(" ")[2], "majority_ratio", "entropy"])
-        names = [plot.name_of(folder_of(claim, arm, seeds[0])) for arm in arms]
-        labels = dict(zip(names, [arm.replace(EVOL, "evol_rl").replace(".py", "") for arm in arms]))
         panels = [name for name in panels if name in logged]
-        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels, labels=labels)
+        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels)
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------
@@ -254,13 +265,12 @@ def votes(options) -> None:
     for size in [size for size in SIZES if size <= options.n]:
         found[size] = []
         for vote in sampled:
-            found[size].append([])
             responses = list(zip(vote.classes, vote.right, vote.entropies))
-            for _ in range(SUBSETS):
-                found[size][-1].append(vote_row(*map(list, zip(*draw.sample(responses, size)))))
+            drawn = [draw.sample(responses, size) for _ in range(SUBSETS)]
+            found[size].append([vote_row(*map(list, zip(*some))) for some in drawn])
     toy = not options.model and options.dataset == "toy/hard.jsonl"
     print(f"| id | claim | {' | '.join(f'N = {n}' for n in found)} |\n|---|---|{'---|' * len(found)}")
-    for claim in [claim for claim in CLAIMS if claim.regime == VOTES]:
+    for claim in [claim for claim in CLAIMS if claim.regime == "VOTES"]:
         cells = []
         for size, problems in found.items():
             result = judge_votes(problems, claim)
@@ -269,7 +279,6 @@ def votes(options) -> None:
             if toy and size == 16:
                 keep(claim, "reported", result)
         print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")
-    IMAGES.mkdir(parents=True, exist_ok=True)
     out = IMAGES / "votes.png" if toy else Path("votes.png")
     draw_votes({size: sum(problems, []) for size, problems in found.items()}, out)
     print(f"Figure: {out}")
@@ -277,8 +286,6 @@ def votes(options) -> None:
 
 def draw_votes(rows: dict[int, list[dict]], out: Path) -> None:
     """Four panels: labels and negatives over the number of votes, majorities over their share."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.4))
     bins: dict[float, list[dict]] = {}
     for row in rows[max(rows)]:
@@ -298,32 +305,35 @@ def draw_votes(rows: dict[int, list[dict]], out: Path) -> None:
 
 
 # ------------------------------------------------ the page --------------------------------------------------
-def page() -> str:
-    """docs/claims.md, from the records, the results and its template."""
+def page_rows() -> dict[str, dict]:
+    """Of every claim its record and, as far as it has run, what came out."""
     results, rows = read_results(), {}
     adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
     for claim in CLAIMS:
-        parts = results.get(claim.id, {})
-        said = "not run yet" if claim.regime else "not testable here"
+        parts, none = results.get(claim.id, {}), "not run yet" if claim.regime else "not testable here"
         rows[claim.id] = dict(claim=claim, minutes=minutes(claim), holm=adjusted.get(claim.id),
                               result=parts.get("reported"), held_out=parts.get("held_out"),
-                              verdict=parts["reported"]["verdict"] if "reported" in parts else said)
-    runs = {}  # claims share some
+                              verdict=parts.get("reported", dict(verdict=none))["verdict"])
+    return rows
+
+
+def page() -> str:
+    """docs/claims.md, from the records, the results and its template."""
+    rows, runs = page_rows(), {}  # claims share some runs
     for claim in CLAIMS:
         for arm in [arm for arm in claim.arms if ".py" in arm]:
             runs |= {folder_of(claim, arm, seed): claim.regime for seed in claim.seeds + claim.held_out}
-    hours = sum(MINUTES[regime] for regime in runs.values() if regime != "REAL") / 60
+    hours = sum(REGIMES[regime]["minutes"] for regime in runs.values() if regime != "REAL") / 60
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
-    weak = [name for name, row in rows.items() if row["verdict"] == "shown" and row["holm"] >= .05]
-    sure = [name for name, row in rows.items() if row["verdict"] == "opposite" and row["holm"] < .05]
-    return template.render(rows=rows, weak=weak, sure=sure, regimes=REGIMES, hours=hours) + "\n"
+    return template.render(rows=rows, regimes=REGIMES, hours=hours) + "\n"
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.claims", description=__doc__, formatter_class=shape)
-    parser.add_argument("what", nargs="+", help="list, votes, all, page, or ids of claims")
+    words = ["list", "votes", "all", "page", *[claim.id for claim in CLAIMS]]
+    parser.add_argument("what", nargs="+", metavar="WHAT", choices=words, help="as above, or ids")
     parser.add_argument("--held_out", action="store_true", help="their held-out seeds, 11 to 18")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--model", default="", help="of votes: Hub id or folder; empty: the toy; smollm2")
@@ -332,26 +342,21 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=96, help="of votes: the first so many")
     parser.add_argument("--n", type=int, default=64, help="of votes: responses per problem, at least 8")
     options = parser.parse_args()
-    by_id = {claim.id: claim for claim in CLAIMS}
-    for word in options.what:
-        if word not in {*by_id, "list", "votes", "all", "page"}:
-            parser.error(f"there is no claim {word}; the claims are {', '.join(by_id)}.")
+    every = "all" in options.what
+    chosen = [claim for claim in CLAIMS if claim.id in options.what or every and claim.regime != "REAL"]
     try:
-        for row in CLAIMS if "list" in options.what else []:
-            said = "not run" if row.regime else "not testable"
-            said = read_results().get(row.id, {}).get("reported", {}).get("verdict", said)
-            print(f"{row.id:5} {minutes(row):5.1f} core-minutes  {said:15} {row.says}")
-        every = "all" in options.what
-        if every and not options.held_out or "votes" in options.what:
+        for row in page_rows().values() if "list" in options.what else []:
+            claim = row["claim"]
+            print(f"{claim.id:5} {row['minutes']:5.1f} core-minutes  {row['verdict']:17} {claim.says}")
+        if "votes" in options.what or "VOTES" in [claim.regime for claim in chosen] and not options.held_out:
             votes(options)
-        toy = [claim for claim in CLAIMS if claim.regime != "REAL"]
-        for claim in toy if every else [by_id[word] for word in options.what if word in by_id]:
+        for claim in chosen:
             run(claim, options.held_out, max(1, options.workers))
         if every or "page" in options.what:
             (ROOT / "docs/claims.md").write_text(page(), encoding="utf-8")
             print("docs/claims.md is written.")
     except UserError as error:
-        sys.exit(f"Error: {error}")
+        parser.exit(1, f"Error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -147,9 +147,8 @@ def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style
     axis.locator_params(axis="x", integer=True)
 
 
-def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None = None,
-         labels: dict[str, str] | None = None) -> None:
-    """Draw these runs into a file, or anything else that matplotlib writes to. labels: instead of names.
+def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None = None) -> None:
+    """Draw these runs into a file, or anything else that matplotlib writes to.
 
     Raises UserError if there is nothing to draw, OSError if the file cannot be written."""
     import matplotlib
@@ -165,7 +164,6 @@ def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None
     for axis, (metric, drawn) in zip(axes.flat, found.items()):
         draw_panel(axis, metric, drawn, style)
     lines, names = axes.flat[0].get_legend_handles_labels()
-    names = [(labels or {}).get(name, name) for name in names]
     figure.legend(lines, names, loc="lower center", ncol=4, frameon=False)
     figure.tight_layout(rect=(0, math.ceil(len(runs) / 4) * 0.1 / rows, 1, 1))
     figure.savefig(out, dpi=130)

@@ -5,8 +5,7 @@ attention sees rows of responses. By chunks: logits exist for a few tokens at a 
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 import torch.nn.functional as F
@@ -88,16 +87,20 @@ class PackedHead(ChunkedHead):
 
     @staticmethod
     def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
-        """(model inputs, predict_from [T]): one row with each prompt once, its responses behind it.
+        """(model inputs, predict_from [T]): one row that holds the beginning which all prompts share (worked
+        examples, say), then the rest of each prompt with its responses behind it.
 
-        A response's last token predicts nothing: it is left out. `groups`: of each prompt its length;
-        `unpack` [responses, longest], which token behind the prompt stands where in (right-padded) rows; and
-        `pack`, where in those rows each token stands. `predict_from`: of each response token the one before
-        it."""
-        input_ids, positions, groups, predict_from = [], [], [], []
+        A response's last token predicts nothing: it is left out. `shared`: the beginning's length. `groups`:
+        of each prompt the length of its rest; `unpack` [responses, longest], which token behind the prompt
+        stands where in (right-padded) rows; and `pack`, where in those rows each token stands.
+        `predict_from`: of each response token the one before it."""
+        columns = zip(*[rollout.prompt_ids[:-1] for rollout in rollouts])  # no rest is empty
+        shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))
+        input_ids, positions = rollouts[0].prompt_ids[:shared], list(range(shared))
+        groups, predict_from = [], []
         for prompt, responses in groupby(rollouts, key=lambda rollout: rollout.prompt_ids):
-            input_ids += prompt
-            positions += range(len(prompt))
+            input_ids += prompt[shared:]
+            positions += range(shared, len(prompt))
             first, places = len(input_ids), []
             for response_ids in [rollout.response_ids[:-1] for rollout in responses]:
                 tokens = torch.arange(len(response_ids)) + len(input_ids)
@@ -107,38 +110,43 @@ class PackedHead(ChunkedHead):
                 places.append(tokens - first)
             unpack = pad_sequence(places, batch_first=True, padding_value=-1)
             pack = (unpack.flatten() >= 0).nonzero().squeeze(-1)
-            groups.append((len(prompt), unpack.clamp(min=0), pack))
-        input_ids, positions = torch.tensor([input_ids]), torch.tensor([positions])
-        return dict(input_ids=input_ids, position_ids=positions, groups=groups), torch.tensor(predict_from)
+            groups.append((len(prompt) - shared, unpack.clamp(min=0), pack))
+        inputs = dict(input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([positions]))
+        return inputs | dict(shared=shared, groups=groups), torch.tensor(predict_from)
 
 
-def packed_attention(module, query, key, value, attention_mask, groups=None, scaling=None, **options):
-    """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. A prompt attends to itself,
-    once; its responses, in rows, attend to it and to themselves. Without `groups`: ordinary causal attention.
+def packed_attention(module, query, key, value, attention_mask, shared=0, groups=None, scaling=None,
+                     **options):
+    """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. What prompts share attends to
+    itself, once; the rest of a prompt attends to that and to itself; its responses, in rows, attend to both
+    and to themselves. Without `groups`: ordinary causal attention.
 
     Padding is on the right, where causal attention never sees it."""
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
-    attend = partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
+
+    def attend(q, k, v):  # the last query stands at the last key
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        x = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
+        return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [tokens, heads * d]
+
     sizes = [size for length, _, pack in groups for size in (length, len(pack))]
-    parts = list(zip(*[x.split(sizes, dim=2) for x in (query, key, value)]))
-    out = []
-    for (_, unpack, pack), prompt, responses in zip(groups, parts[::2], parts[1::2]):
-        out.append(attend(*prompt, is_causal=True).transpose(1, 2)[0])   # [prompt, heads, d]
+    begin, *parts = zip(*[x.split([shared, *sizes], dim=2) for x in (query, key, value)])
+    out = [attend(*begin)] if shared else []
+    for (_, unpack, pack), rest, responses in zip(groups, parts[::2], parts[1::2]):
+        prompt = [torch.cat(pair, 2) for pair in zip(begin[1:], rest[1:])]  # its keys and values
+        out.append(attend(rest[0], *prompt))
         if not len(pack):  # all responses are one token long
             continue
         rows = []
-        for of_prompt, x in zip(prompt, responses):
+        for x in responses:
             table = x[0].transpose(0, 1).flatten(1)                      # [tokens, heads * d]
             # embedding is indexing, table[unpack], with a faster gradient
-            row = F.embedding(unpack, table).unflatten(-1, x.shape[1::2]).transpose(1, 2)
-            rows.append((of_prompt.expand(len(row), -1, -1, -1), row))   # [responses, heads, longest, d]
-        q, k, v = rows[0][1], torch.cat(rows[1], 2), torch.cat(rows[2], 2)
-        # the last query stands at the last key
-        x = attend(q, k, v, causal_lower_right(q.shape[2], k.shape[2]))
-        table = x.transpose(1, 2).flatten(0, 1).flatten(1)               # [responses * longest, heads * d]
-        out.append(F.embedding(pack, table).unflatten(-1, query.shape[1::2]))
-    return torch.cat(out)[None], None
+            rows.append(F.embedding(unpack, table).unflatten(-1, x.shape[1::2]).transpose(1, 2))
+        q, *own = rows                                                   # [responses, heads, longest, d]
+        k, v = [torch.cat([x.expand(len(q), -1, -1, -1), row], 2) for x, row in zip(prompt, own)]
+        out.append(F.embedding(pack, attend(q, k, v)))
+    return torch.cat(out)[None].unflatten(-1, query.shape[1::2]), None
 
 
 AttentionInterface.register("packed", packed_attention)

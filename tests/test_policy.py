@@ -56,25 +56,30 @@ def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
 
 
 def test_packed_rows_by_hand():
-    # One row of tokens: prompt 1 2, then 5 6 (of response 5 6 7), then 8 (of 8 9), which shares the prompt;
-    # then prompt 3, whose response 4 has one token, so nothing of it goes in.
-    pairs = [([1, 2], [5, 6, 7]), ([1, 2], [8, 9]), ([3], [4])]
+    # One row of tokens: 1 2, with which both prompts begin; 3, the rest of the first, then 5 6 (of its
+    # response 5 6 7) and 8 (of 8 9); then 4, the rest of the second, whose response has one token.
+    pairs = [([1, 2, 3], [5, 6, 7]), ([1, 2, 3], [8, 9]), ([1, 2, 4], [4])]
     responses = [Rollout(prompt, ids, torch.zeros(len(ids)), True) for prompt, ids in pairs]
     inputs, predict_from = logprobs.PackedHead.rows(responses)
-    assert inputs["input_ids"].tolist() == [[1, 2, 5, 6, 8, 3]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 8, 4]] and inputs["shared"] == 2
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 2]]
     (length, unpack, pack), (other_length, nothing, no_place) = inputs["groups"]
-    assert (length, other_length) == (2, 1) and nothing.shape == (1, 0) and len(no_place) == 0
+    assert (length, other_length) == (1, 1) and nothing.shape == (1, 0) and len(no_place) == 0
     # attention sees the rows 5 6 and 8, as indices of the tokens 5 6 8, which stand in them at 0, 1 and 2
     assert unpack.tolist() == [[0, 1], [2, 0]] and pack.tolist() == [0, 1, 2]
-    # 5 6 7 are predicted by tokens 1 2 3, 8 9 by 1 4, 4 by 5
-    assert predict_from.tolist() == [1, 2, 3, 1, 4, 5]
+    # 5 6 7 are predicted by tokens 2 3 4, 8 9 by 2 5, 4 by 6
+    assert predict_from.tolist() == [2, 3, 4, 2, 5, 6]
+    # a prompt that is another's beginning keeps its last token, which predicts
+    responses[2].prompt_ids = [1, 2]
+    assert logprobs.PackedHead.rows(responses)[0]["shared"] == 1
 
 
 # ------------------------------------------------- log-probs -----------------------------------------------
-def is_the_models_own(policy, model, vocabulary: int, temperature: float = 0.6) -> None:
-    """Log-probs, entropies and gradients are those of the model's own forward, one response at a time."""
+def is_the_models_own(policy, model, vocabulary: int, temperature: float = 0.6, shared: int = 2) -> None:
+    """Log-probs, entropies and gradients are those of the model's own forward, one response at a time.
+    The two prompts begin with the same `shared` tokens."""
     rollouts = random_rollouts(6, vocabulary=vocabulary)
+    rollouts[0].prompt_ids = rollouts[1].prompt_ids[:shared] + rollouts[0].prompt_ids
     for rollout in rollouts[2:]:
         rollout.prompt_ids = rollouts[1].prompt_ids
     micro, = policy.micro_batches(rollouts)
@@ -123,7 +128,7 @@ def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, pac
     model = tiny_model("Qwen2", tmp_path, use_sliding_window=True, sliding_window=window, max_window_layers=1)
     policy = make_policy(tmp_path)
     assert policy.packed == packed
-    is_the_models_own(policy, model, 64)
+    is_the_models_own(policy, model, 64, shared=0)
 
 
 @pytest.mark.parametrize("kind, options", [

@@ -316,7 +316,7 @@ def another_gradient(base, run):
 @effect("ttrl", micro_tokens=100000)
 @effect("ttrl", gradient_checkpointing="on")
 def the_same_gradient(base, run):
-    assert relative_error(run.updates[0].gradient, base.updates[0].gradient) < 1e-5
+    assert relative_error(run.updates[0].gradient, base.updates[0].gradient) < 1e-4
     micros = {10: 15, 100000: 1}.get(run.args.micro_tokens, base.updates[0].micros)
     assert [update.micros for update in run.updates] == [micros] * 2
     for seen, recomputes in ((base, False), (run, run.args.gradient_checkpointing == "on")):

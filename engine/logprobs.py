@@ -1,7 +1,7 @@
 """Log-probs and entropies of responses: the plain way, and without padding and full logits, equal by test.
 
-Packed: a micro-batch is one row of tokens that holds each prompt once, and behind it its responses; only
-attention sees rows of responses. By chunks: logits exist for a few tokens at a time."""
+Packed: a micro-batch is one row of tokens, what its prompts share once, then each prompt's rest and responses;
+only attention sees rows of responses. By chunks: logits exist for a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class PackedHead(ChunkedHead):
 
     @staticmethod
     def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
-        """(model inputs, predict_from [T]): one row that holds the beginning which all prompts share (worked
-        examples, say), then the rest of each prompt with its responses behind it.
+        """(model inputs, predict_from [T]): one row of what all prompts begin with and, prompt by prompt, its
+        rest and its responses.
 
-        A response's last token predicts nothing: it is left out. `shared`: the beginning's length. `groups`:
-        of each prompt the length of its rest; `unpack` [responses, longest], which token behind the prompt
-        stands where in (right-padded) rows; and `pack`, where in those rows each token stands.
+        A response's last token predicts nothing: it is left out. `shared`: the length of what all begin with.
+        `groups`: of each prompt the length of its rest; `unpack` [responses, longest], which token behind the
+        prompt stands where in (right-padded) rows; and `pack`, where in those rows each token stands.
         `predict_from`: of each response token the one before it."""
         columns = zip(*[rollout.prompt_ids[:-1] for rollout in rollouts])  # no rest is empty
         shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))

@@ -165,7 +165,8 @@ def assert_same_runs(one, two):
     for a, b in zip(metrics_of(one), metrics_of(two), strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"clip_fraction"}:
-            assert a[name] == pytest.approx(b[name], abs=1e-5, rel=1e-4), (a["step"], name)
+            rel = 1e-3 if name == "kl" else 1e-4  # exp(d) multiplies the rounding of a token made unlikely
+            assert a[name] == pytest.approx(b[name], abs=1e-5, rel=rel), (a["step"], name)
     first, second = fresh_state(one / "final"), fresh_state(two / "final")
     assert relative_error(first, second) < 1e-4
 

@@ -1,6 +1,6 @@
 """Log-probs and entropies of responses: the plain way, and without padding and full logits, equal by test.
 
-Packed: a micro-batch is one row of tokens, what its prompts share once, then each prompt's rest and responses;
+Packed: a micro-batch is one row of tokens, what its prompts share once, then the rest of each with responses;
 only attention sees rows of responses. By chunks: logits exist for a few tokens at a time."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log-probs and entropies of responses: the plain way, and without padding and full logits, equal by test.
 
-Packed: a micro-batch is one row of tokens, what its prompts share once, then the rest of each with responses;
+Packed: a micro-batch is one row of tokens: the prompts' common beginning, then each one's rest and responses;
 only attention sees rows of responses. By chunks: logits exist for a few tokens at a time."""
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class PackedHead(ChunkedHead):
 def packed_attention(module, query, key, value, attention_mask, shared=0, groups=None, scaling=None,
                      **options):
     """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. What prompts share attends to
-    itself, once; the rest of a prompt attends to that and to itself; its responses, in rows, attend to both
-    and to themselves. Without `groups`: ordinary causal attention.
+    itself, once; the rest of a prompt attends to that and to itself; each response, a row, attends to both
+    and to itself. Without `groups`: ordinary causal attention.
 
     Padding is on the right, where causal attention never sees it."""
     if groups is None:
@@ -128,7 +128,7 @@ def packed_attention(module, query, key, value, attention_mask, shared=0, groups
     def attend(q, k, v):  # the last query stands at the last key
         mask = causal_lower_right(q.shape[2], k.shape[2])
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
-        return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [tokens, heads * d]
+        return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [rows * tokens, heads * d]
 
     sizes = [size for length, _, pack in groups for size in (length, len(pack))]
     begin, *parts = zip(*[x.split([shared, *sizes], dim=2) for x in (query, key, value)])

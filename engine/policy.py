@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.base import UserError, distributed, first_line, gather, rank_and_ranks
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose rows are packed (engine/logprobs.py)
+PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
 # A model with one of these in its config scales or caps its logits, which engine/logprobs.py does not.
 OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 

@@ -13,7 +13,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=2534, tools=1360, tests=6646, exercises=300, docs=400)
+MOST_LINES = dict(engine=2534, tools=1360, tests=6647, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

@@ -22,7 +22,7 @@ import os
 import random
 import re
 from dataclasses import dataclass
-from itertools import accumulate, compress, product
+from itertools import compress, product
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -101,8 +101,17 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
 
 
 def folder_of(claim: Claim, arm: str, seed: int) -> Path:
-    """Claims with the same regime and arm share a run."""
     return RUNS / f"{claim.regime}-{re.sub(r'[^a-z0-9_.]+', '-', arm.replace('.py', ''))}-seed{seed}"
+
+
+def jobs_of(claim: Claim, seeds: list[int]) -> dict[Path, list[str]]:
+    """{folder: command} of its runs. Claims with the same regime and arm share them."""
+    jobs = {}
+    for seed, arm in product(seeds, [arm for arm in claim.arms if ".py" in arm]):
+        script, *switches = arm.split()  # of an option given twice the last counts
+        command = [script, *REGIMES[claim.regime]["flags"].split(), *switches, "--seed", str(seed)]
+        jobs[folder_of(claim, arm, seed)] = command
+    return jobs
 
 
 def values_of(claim: Claim, arm: str, seeds) -> list[float]:
@@ -154,9 +163,8 @@ def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000)
 
 def holm(ps: dict[str, float]) -> dict[str, float]:
     """p values adjusted for their number (Holm 1979)."""
-    names = sorted(ps, key=ps.get)
-    scaled = [min(1.0, ps[name] * (len(ps) - rank)) for rank, name in enumerate(names)]
-    return dict(zip(names, accumulate(scaled, max)))
+    ordered = pandas.Series(ps).sort_values()
+    return (ordered * (len(ps) + 1 - ordered.rank(method="first"))).clip(upper=1).cummax().to_dict()
 
 
 # ------------------------------------------- the results ----------------------------------------------------
@@ -184,26 +192,15 @@ def keep(claim: Claim, part: str, result: dict) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def minutes(claim: Claim) -> float:
-    """Core-minutes of both arms' reported runs."""
-    runs = len(claim.seeds) * sum(".py" in arm for arm in claim.arms)
-    return runs * REGIMES.get(claim.regime, {}).get("minutes", 0.0)
-
-
 def run(claim: Claim, held_out: bool, workers: int) -> None:
     """Its unfinished runs, then its result, figure and sentence."""
     seeds = claim.held_out if held_out else claim.seeds
-    arms = [arm for arm in claim.arms if ".py" in arm]
-    if not arms or not seeds:
+    jobs = jobs_of(claim, seeds)
+    if not jobs:
         return
-    jobs = {}
-    for seed, arm in product(seeds, arms):
-        script, *switches = arm.split()  # of an option given twice the last counts
-        command = [script, *REGIMES[claim.regime]["flags"].split(), *switches, "--seed", str(seed)]
-        jobs[folder_of(claim, arm, seed)] = command
     print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
-          f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most {minutes(claim):.0f} "
-          f"core-minutes. {claim.note}", flush=True)
+          f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most "
+          f"{len(jobs) * REGIMES[claim.regime]['minutes']:.0f} core-minutes. {claim.note}", flush=True)
     compare.run_all(jobs, workers)
     result = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
     keep(claim, "held_out" if held_out else "reported", result)
@@ -311,7 +308,8 @@ def page_rows() -> dict[str, dict]:
     adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
     for claim in CLAIMS:
         parts, none = results.get(claim.id, {}), "not run yet" if claim.regime else "not testable here"
-        rows[claim.id] = dict(claim=claim, minutes=minutes(claim), holm=adjusted.get(claim.id),
+        minutes = len(jobs_of(claim, claim.seeds)) * REGIMES.get(claim.regime, dict(minutes=0))["minutes"]
+        rows[claim.id] = dict(claim=claim, minutes=minutes, holm=adjusted.get(claim.id),
                               result=parts.get("reported"), held_out=parts.get("held_out"),
                               verdict=parts.get("reported", dict(verdict=none))["verdict"])
     return rows
@@ -321,8 +319,7 @@ def page() -> str:
     """docs/claims.md, from the records, the results and its template."""
     rows, runs = page_rows(), {}  # claims share some runs
     for claim in CLAIMS:
-        for arm in [arm for arm in claim.arms if ".py" in arm]:
-            runs |= {folder_of(claim, arm, seed): claim.regime for seed in claim.seeds + claim.held_out}
+        runs |= dict.fromkeys(jobs_of(claim, claim.seeds + claim.held_out), claim.regime)
     hours = sum(REGIMES[regime]["minutes"] for regime in runs.values() if regime != "REAL") / 60
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
@@ -342,6 +339,8 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=96, help="of votes: the first so many")
     parser.add_argument("--n", type=int, default=64, help="of votes: responses per problem, at least 8")
     options = parser.parse_args()
+    if options.n < SIZES[0]:
+        parser.error(f"--n is {options.n}, but must be at least {SIZES[0]}, the smallest vote of the table.")
     every = "all" in options.what
     chosen = [claim for claim in CLAIMS if claim.id in options.what or every and claim.regime != "REAL"]
     try:

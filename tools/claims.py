@@ -319,7 +319,7 @@ def page() -> str:
     """docs/claims.md, from the records, the results and its template."""
     rows, runs = page_rows(), {}  # claims share some runs
     for claim in CLAIMS:
-        runs |= dict.fromkeys(jobs_of(claim, claim.seeds + claim.held_out), claim.regime)
+        runs |= dict.fromkeys(jobs_of(claim, claim.seeds), claim.regime)
     hours = sum(REGIMES[regime]["minutes"] for regime in runs.values() if regime != "REAL") / 60
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))

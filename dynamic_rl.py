@@ -32,12 +32,13 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout
 from engine.data import encode_alone, encode_prompt
-from engine.metrics import majority, mean
+from engine.metrics import mean
 
 
 Z_0 = """\
@@ -98,8 +99,15 @@ class Args(common.Args):
     eval_top_k: common.CountOrZero = 20
     """Section 3.1: top-k 20, with temperature 0.6 and top-p 0.95."""
 
+    def errors(self):
+        weights = (self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da, self.lambda_s)
+        if not any(weights):
+            return ["--lambda_q, --lambda_dq, --lambda_da and --lambda_s are 0 or off, so every advantage is 0; "
+                    "give one of them a weight."]
+        return super().errors()
+
     def own_prompts(self, tokenizer):
-        return {"z_0": encode_alone(tokenizer, self.question_prompt, self.prompt)}
+        return {"z_0 (--question_prompt)": encode_alone(tokenizer, self.question_prompt, self.prompt)}
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -209,7 +217,7 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
     >>> majority_reward([0, 1, 0, None]).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
-    winner = majority(classes)
+    winner = common.majority(classes)
     return torch.tensor([float(c is not None and c == winner) for c in classes])
 
 
@@ -235,47 +243,48 @@ def tokens_covering(prefix: str, ids: list[int], decode) -> int:
     return 1 + bisect.bisect_left(range(1, len(ids)), True, key=lambda t: decode(ids[:t]).startswith(prefix))
 
 
-def write_questions(run, args: Args) -> tuple[list[Rollout], list[Problem]]:
+def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Problem]]:
     """(n responses to z_0, cut after their questions; the problems in them to solve). Algorithm 1, step 3.
 
     Each response gets: tokens, of the question alone; kept, False if it is filtered; p and label, l(q), which
     its solutions will tell. If no question is found, tokens are empty, and the whole response is trained: its
     rewards are all 0, which discourages it."""
-    z_0, n = args.own_prompts(run.tokenizer)["z_0"], args.prompts_per_batch
+    (z_0,), n = args.own_prompts(run.tokenizer).values(), args.prompts_per_batch
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
-    for i, (rollout,) in enumerate(run.sample(asked, 1, [args.max_question_tokens] * n)):
+    text_of = partial(run.tokenizer.decode, skip_special_tokens=True)
+    for i, (rollout,) in enumerate(common.sample(run, step, asked, 1, [args.max_question_tokens] * n)):
         questions.append(rollout)
         rollout.tokens, rollout.kept, rollout.p, rollout.label = [], False, 0.0, None
         text, end = find_question(rollout.text)
         if text is None:
             continue
         # The solution that the model wrote behind its question is neither used nor trained (section 2).
-        length = tokens_covering(rollout.text[:end], rollout.response_ids, run.decode_ids)
+        length = tokens_covering(rollout.text[:end], rollout.response_ids, text_of)
         rollout.text, rollout.response_ids = rollout.text[:end], rollout.response_ids[:length]
-        rollout.logprobs = rollout.logprobs[:length]
+        rollout.sampler_logp = rollout.sampler_logp[:length]
         rollout.tokens = run.tokenizer.encode(text, add_special_tokens=False)
         prompt_ids = encode_prompt(run.tokenizer, text, args.prompt, args.max_prompt_tokens)
         if prompt_ids:  # else too long
             rollout.kept = keep_question(text) or not args.filter
-            problems.append(Problem(text, id=i, prompt_ids=prompt_ids, same_answer=run.same_answer))
+            problems.append(Problem(text, id=i, prompt_ids=prompt_ids, answer_keys=run.answer_keys))
     return questions, problems
 
 
 def judge_question(question: Rollout, responses: list[Rollout], classes: list[int | None],
                    rewards: torch.Tensor) -> torch.Tensor:
     """Set p (Eq. 7) and l(q) from a question's solutions; returns R_s [m], 0 if the question is filtered."""
-    winner = majority(classes)
+    winner = common.majority(classes)
     question.p = float(rewards.mean())
     question.label = responses[classes.index(winner)].answer if winner is not None else None
     return rewards * question.kept
 
 
-def reward_questions(questions: list[Rollout], args: Args, same_answer=None) -> dict[str, float]:
+def reward_questions(questions: list[Rollout], args: Args, answer_keys=None) -> dict[str, float]:
     """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10.
 
-    same_answer: the task's equality of answers, see Problem."""
-    labels = Problem("", same_answer=same_answer).classes([q.label for q in questions])
+    answer_keys: the task's equality of answers, see Problem."""
+    labels = Problem("", answer_keys=answer_keys).classes([q.label for q in questions])
     r_q = torch.tensor([question_reward(q.p, args.tau) * q.kept for q in questions])  # filtered: 0
     r_dq = (question_diversity([q.tokens for q in questions])
             * torch.tensor([bool(q.tokens) for q in questions]))  # no question: 0
@@ -294,27 +303,34 @@ def reward_questions(questions: list[Rollout], args: Args, same_answer=None) -> 
                 **{f"agreeing/{k}": agreeing[k] for k in range(1, args.votes + 1)})  # Figure 3
 
 
+def question_record(q: Rollout) -> dict:
+    """What samples.jsonl keeps of a question."""
+    return dict(text=q.text, kept=q.kept, p=q.p, answer=q.label, rewards=q.rewards, advantage=q.advantage)
+
+
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    run = common.Run(args)
-    policy, reference, sampler = run.policy, run.reference, run.sampler
+    run = common.start(args)  # refuses bad input, then loads models, data and log
+    policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
 
-    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
-    for step in run.steps():
-        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
-        run.phase("sync")
-        sampler.load(policy.named_tensors(run.dtype))
+    done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
+    for step in range(done + 1, run.total_steps + 1):
+        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        sampler.load(policy.named_tensors())
+        if log.evaluation_is_due(step - 1):
+            common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
-        run.phase("sample")
-        questions, prompts = ([], run.next_prompts()) if args.dataset else write_questions(run, args)
-        groups = run.sample(prompts, args.votes)
+        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        if args.dataset:
+            questions, prompts = [], common.next_prompts(args, run.problems, step)
+        else:
+            questions, prompts = write_questions(run, step, args)
+        groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
-        run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
@@ -322,30 +338,29 @@ def main(args: Args) -> None:
             rewards_N = majority_reward(classes_N)
             if questions:
                 rewards_N = judge_question(questions[prompt.id], responses, classes_N, rewards_N)
-            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=majority(classes_N))
+            trained_G = common.subset(args, step, prompt, len(responses))  # indices
+            log.vote(prompt, responses, classes_N, rewards_N, label=common.majority(classes_N))
             advantages_G = args.lambda_s * group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
-        question_metrics = reward_questions(questions, args, run.same_answer) if questions else {}
+        question_metrics = reward_questions(questions, args, run.answer_keys) if questions else {}
         usable = any(question.kept and question.label is not None for question in questions)
         # not one usable question: diversity alone would reward noise, so there is no update
         train = questions + train if usable or not questions else []
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        run.phase("score")
         policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
         # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
-        run.check_sampler(train)
+        logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
-        run.phase("update")
-        optimizer.param_groups[0]["lr"] = run.learning_rate()
-        for minibatch in run.minibatches(train):
+        lr = common.learning_rate(args, step, run.total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        for minibatch in common.minibatches(args, step, train):
             minibatch_tokens = sum(response.length for response in minibatch)
             n_questions = sum(response in questions for response in minibatch)
             for micro in policy.micro_batches(minibatch):
@@ -353,34 +368,54 @@ def main(args: Args) -> None:
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
-                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T - args.entropy_coef * entropy_T
                 # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
-                question_T = micro.per_token([response in questions for response in micro.rollouts])  # 1 or 0
+                question_T = micro.per_token([response in questions for response in micro.responses])  # 1 or 0
                 part_T = question_T * n_questions + (1 - question_T) * max(1, len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
+                if reference:
+                    d_T = micro.ref_logp_T - logp_T
+                    kl_T = d_T.exp() - d_T - 1  # k3, never negative
+                    loss_T = loss_T + args.kl_coef * kl_T
+                    log.tokens((1 - question_T) * weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
-                run.log_tokens(weight_T, loss=loss_T, question_entropy=question_T * entropy_T)
-                run.log_tokens((1 - question_T) * weight_T, kl=kl_T, entropy=entropy_T,
-                               clip_fraction=ratio_T != clipped_T)
+                loss.backward()  # gradients add up over micro-batches and ranks
+                log.tokens(weight_T, loss=loss_T, question_entropy=question_T * entropy_T)
+                log.tokens((1 - question_T) * weight_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
                 optimizer.step()
             optimizer.zero_grad()
-            run.log_update(grad_norm)
+            log.update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
-        run.log_sample(questions=[dict(text=q.text, kept=q.kept, p=q.p, answer=q.label, rewards=q.rewards,
-                                       advantage=q.advantage) for q in questions])
-        run.end_step(question_metrics)
-    run.finish()
+        # 7. Log the step, and save a checkpoint when it is due.
+        log.append("samples.jsonl", dict(step=step, questions=[question_record(q) for q in questions]))
+        log.step(step, train, lr=lr, **logp_diff, **question_metrics)
+        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
 
+    policy.save(log.path / "final", run.tokenizer)
+    if log.evaluation_is_due(run.total_steps):
+        sampler.load(policy.named_tensors())
+        common.evaluate(run, run.total_steps)
+    log.finish()
+
+
+# SmolLM2 writes no question without two worked examples as earlier turns.
+EXAMPLE = """Write a problem.<|im_end|>
+<|im_start|>assistant
+Question: What is {}?
+
+Solution: {}<|im_end|>
+<|im_start|>user
+"""
+EXAMPLES = (EXAMPLE.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
+            + EXAMPLE.format("5 * 6 + 7", "5 * 6 = 30, 30 + 7 = 37, so \\boxed{37}."))
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(
-        dataset="", eval="toy,toy_test", votes=16, num_minibatches=1, eval_top_k=0, max_question_tokens=128,
-        question_prompt="Write a problem."))
+    common.launch(
+        main, Args,
+        toy=common.TOY | dict(dataset="", eval="toy,toy_test", votes=16, num_minibatches=1, eval_top_k=0,
+                              max_question_tokens=128, question_prompt="Write a problem."),
+        smollm2=common.SMOLLM2 | dict(dataset="", question_prompt=EXAMPLES + "Write a problem."))

@@ -35,7 +35,7 @@ from typing import Literal
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout
-from engine.metrics import majority, mean
+from engine.metrics import mean
 
 
 @dataclass
@@ -76,7 +76,7 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
     >>> majority_reward([0, 1, 0, None]).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
-    winner = majority(classes)
+    winner = common.majority(classes)
     return torch.tensor([float(c is not None and c == winner) for c in classes])
 
 
@@ -163,11 +163,11 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
     if args.fork_score == "entropy":
         run.sampler.sleep()  # on a GPU, its KV cache and the policy's activations may not fit together
         run.policy.score_old([trunk for trunks in groups for trunk in trunks], args.temperature)
-        run.sampler.load(run.policy.named_tensors(run.dtype))
+        run.sampler.load(run.policy.named_tensors())
     forks_of_prompt = [[] for _ in groups]
     for i, trunks in enumerate(groups):
         for m, trunk in enumerate(trunks):
-            minus_scores = trunk.logprobs if args.fork_score == "surprisal" else -trunk.entropy
+            minus_scores = trunk.sampler_logp if args.fork_score == "surprisal" else -trunk.entropy
             end = {len(trunk.response_ids) - 1} if trunk.finished else None
             forks_of_prompt[i] += [Fork(i, m, t) for t in fork_points(minus_scores.tolist(), args.forks, end)]
     return [fork for row in zip_longest(*forks_of_prompt) for fork in row if fork]
@@ -176,21 +176,22 @@ def choose_forks(run, groups: list[list[Rollout]], args: Args) -> list[Fork]:
 def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
     """The response that follows the trunk up to (not including) `position` and the branch from there on."""
     return Rollout(trunk.prompt_ids, trunk.response_ids[:position] + branch.response_ids,
-                   torch.cat([trunk.logprobs[:position], branch.logprobs]), branch.finished)
+                   torch.cat([trunk.sampler_logp[:position], branch.sampler_logp]), branch.finished)
 
 
-def tree_rollouts(run, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
+def tree_rollouts(run, step: int, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
     """(the leaves of every prompt, trunks first; what they cost), in two engine calls. ETTRL Algorithm 1."""
-    groups = run.sample(prompts, args.trunks)
+    groups = common.sample(run, step, prompts, args.trunks)
     forks = choose_forks(run, groups, args)
     stems = [Problem("", id=(prompts[i].id, m, t),
                      prompt_ids=groups[i][m].prompt_ids + groups[i][m].response_ids[:t]) for i, m, t in forks]
-    branches = run.sample(stems, args.branches, [args.max_new_tokens - fork.position for fork in forks])
+    limits = [args.max_new_tokens - fork.position for fork in forks]
+    branches = common.sample(run, step, stems, args.branches, limits)
     leaves = [list(trunks) for trunks in groups]
     for (i, m, position), responses in zip(forks, branches):
         leaves[i] += [graft(groups[i][m], position, branch) for branch in responses]
     for prompt, group in zip(prompts, leaves):
-        run.decode(group[args.trunks:], prompt)
+        common.decode(run, group[args.trunks:], prompt)
     return leaves, tree_cost(groups, leaves, forks, branches)
 
 
@@ -208,42 +209,40 @@ def tree_cost(groups: list, leaves: list, forks: list[Fork], branches: list) -> 
 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    run = common.Run(args)
-    policy, reference, sampler = run.policy, run.reference, run.sampler
+    run = common.start(args)  # refuses bad input, then loads models, data and log
+    policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
 
-    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
-    for step in run.steps():
-        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
-        run.phase("sync")
-        sampler.load(policy.named_tensors(run.dtype))
+    done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
+    for step in range(done + 1, run.total_steps + 1):
+        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        sampler.load(policy.named_tensors())
+        if log.evaluation_is_due(step - 1):
+            common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
-        run.phase("sample")
-        prompts = run.next_prompts()
+        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        prompts = common.next_prompts(args, run.problems, step)
         if args.rollout == "etmr":
-            groups, cost = tree_rollouts(run, prompts, args)
+            groups, cost = tree_rollouts(run, step, prompts, args)
         else:
-            groups, cost = run.sample(prompts, args.votes), {}
+            groups, cost = common.sample(run, step, prompts, args.votes), {}
         sampler.sleep()  # gives the GPU's memory to the update
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
-        run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
-            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=majority(classes_N))
+            trained_G = common.subset(args, step, prompt, len(responses))  # indices
+            log.vote(prompt, responses, classes_N, rewards_N, label=common.majority(classes_N))
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        run.phase("score")
         policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
@@ -253,39 +252,48 @@ def main(args: Args) -> None:
             reshape_by_entropy(list(trained), args)
 
         # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
-        run.check_sampler(train)
+        logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
-        run.phase("update")
-        optimizer.param_groups[0]["lr"] = run.learning_rate()
-        for minibatch in run.minibatches(train):
+        lr = common.learning_rate(args, step, run.total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        for minibatch in common.minibatches(args, step, train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
-                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T - args.entropy_coef * entropy_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
+                if reference:
+                    d_T = micro.ref_logp_T - logp_T
+                    kl_T = d_T.exp() - d_T - 1  # k3, never negative
+                    loss_T = loss_T + args.kl_coef * kl_T
+                    log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
-                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
-                               clip_fraction=ratio_T != clipped_T)
+                loss.backward()  # gradients add up over micro-batches and ranks
+                log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
                 optimizer.step()
             optimizer.zero_grad()
-            run.log_update(grad_norm)
+            log.update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
-        run.end_step(cost)
-    run.finish()
+        # 7. Log the step, and save a checkpoint when it is due.
+        log.step(step, train, lr=lr, **logp_diff, **cost)
+        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+
+    policy.save(log.path / "final", run.tokenizer)
+    if log.evaluation_is_due(run.total_steps):
+        sampler.load(policy.named_tensors())
+        common.evaluate(run, run.total_steps)
+    log.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(temperature=1.0, trunks=7))
+    common.launch(main, Args, toy=common.TOY | dict(temperature=1.0, trunks=7),
+                  smollm2=common.SMOLLM2 | dict(trunks=3))

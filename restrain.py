@@ -30,8 +30,7 @@ from typing import Literal
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
-from engine.initial_votes import initial_votes
-from engine.metrics import majority
+from engine.metrics import mean
 
 
 @dataclass
@@ -58,7 +57,13 @@ class Args(common.Args):
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
-    AT_MOST_RESPONSES = ("train_samples", "kappa")  # a kappa above --votes penalises every prompt
+    LEAST_TRAINED = 1  # the advantages compare all that vote, not those that are trained
+
+    def errors(self):
+        if self.kappa > self.votes:
+            return [f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: a larger "
+                    "one penalises every prompt."]
+        return super().errors()
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -161,43 +166,42 @@ def majority_count(classes: list[int | None]) -> int:
     >>> majority_count([0, 1, 0, None])
     2
     """
-    return classes.count(majority(classes)) if majority(classes) is not None else 0
+    return classes.count(common.majority(classes)) if common.majority(classes) is not None else 0
 
 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    run = common.Run(args)
-    policy, reference, sampler = run.policy, run.reference, run.sampler
+    run = common.start(args)  # refuses bad input, then loads models, data and log
+    policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
     sigma = dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
     prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
     # Eq. 5: c_ref is measured once, with as many responses of the initial model as will vote in a step.
-    initial = initial_votes(run) if args.prompt_weighting == "offline" else {}
+    initial = common.initial_votes(run) if args.prompt_weighting == "offline" else {}
 
-    run.start(optimizer)  # --resume: back to the newest checkpoint; else evaluate the initial model
-    for step in run.steps():
-        # 1. Sync: the sampler takes the policy's current weights, once per rollout batch.
-        run.phase("sync")
-        sampler.load(policy.named_tensors(run.dtype))
+    done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
+    for step in range(done + 1, run.total_steps + 1):
+        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        sampler.load(policy.named_tensors())
+        if log.evaluation_is_due(step - 1):
+            common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: sharded over the ranks, gathered on all.
-        run.phase("sample")
-        prompts = run.next_prompts()
-        groups = run.sample(prompts, args.votes)
+        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        prompts = common.next_prompts(args, run.problems, step)
+        groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
-        run.phase("vote")
         train = []
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, sigma)
-            trained_G = run.subset(len(responses), args.train_samples, prompt)  # indices
+            trained_G = common.subset(args, step, prompt, len(responses))  # indices
             count = majority_count(classes_N)
             label = weighted_labels(classes_N, sigma) if count >= args.kappa else None
-            run.log_group(prompt, responses, classes_N, plus_N + minus_N, trained_G, label=label)
+            log.vote(prompt, responses, classes_N, plus_N + minus_N, label=label)
             _, c_ref = initial.get(prompt.id, (None, count))  # online: this step's own votes
             u = prompt_weight(c_ref, args.votes, prompt_sigma)
             for i in trained_G:
@@ -207,49 +211,57 @@ def main(args: Args) -> None:
                 train.append(responses[i])
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        run.phase("score")
         policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
         # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
-        run.check_sampler(train)
+        logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
-        run.phase("update")
-        optimizer.param_groups[0]["lr"] = run.learning_rate()
-        for minibatch in run.minibatches(train):
+        lr = common.learning_rate(args, step, run.total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        for minibatch in common.minibatches(args, step, train):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-                plus_T = micro.per_token([response.plus for response in micro.rollouts])
-                minus_T = micro.per_token([response.minus for response in micro.rollouts])
+                plus_T = micro.per_token([response.plus for response in micro.responses])
+                minus_T = micro.per_token([response.minus for response in micro.responses])
                 pg_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
-                d_T = (micro.ref_logp_T if reference else logp_T.detach()) - logp_T
-                kl_T = d_T.exp() - d_T - 1  # k3, never negative; 0 without a reference
-                loss_T = pg_T + args.kl_coef * kl_T - args.entropy_coef * entropy_T
+                loss_T = pg_T - args.entropy_coef * entropy_T
                 # Eq. 6: u, the prompt's weight, scales the KL term, too
-                loss_T = micro.per_token([response.weight for response in micro.rollouts]) * loss_T
+                loss_T = micro.per_token([response.weight for response in micro.responses]) * loss_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens
+                if reference:
+                    d_T = micro.ref_logp_T - logp_T
+                    kl_T = d_T.exp() - d_T - 1  # k3, never negative
+                    loss_T = loss_T + args.kl_coef * kl_T
+                    log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                (loss * run.world_size).backward()  # FSDP averages over ranks, but their losses add up
-                run.log_tokens(weight_T, loss=loss_T, kl=kl_T, entropy=entropy_T,
-                               clip_fraction=ratio_T != clipped_T)
+                loss.backward()  # gradients add up over micro-batches and ranks
+                log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
                 optimizer.step()
             optimizer.zero_grad()
-            run.log_update(grad_norm)
+            log.update(grad_norm)
 
-        # 7. Log, evaluate, save a checkpoint.
-        run.end_step(dict(prompt_weight=sum(r.weight for r in train) / len(train)))  # u, the mean
-    run.finish()
+        # 7. Log the step, and save a checkpoint when it is due.
+        log.step(step, train, lr=lr, **logp_diff, prompt_weight=mean(r.weight for r in train))
+        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+
+    policy.save(log.path / "final", run.tokenizer)
+    if log.evaluation_is_due(run.total_steps):
+        sampler.load(policy.named_tensors())
+        common.evaluate(run, run.total_steps)
+    log.finish()
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, common.TOY | dict(kappa=6))  # it counts votes: 3 of the paper's 16 are 6 of 32
+    # kappa counts votes: 3 of the paper's 16 are 6 of 32
+    common.launch(main, Args, toy=common.TOY | dict(kappa=6), smollm2=common.SMOLLM2 | dict(kappa=3))

@@ -1,17 +1,39 @@
-"""The few things that everything else needs: errors, seeds, and talking to the other ranks."""
+"""The few things that everything else needs: errors, seeds, requests, and talking to the other ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from tqdm import tqdm
 
 
 class UserError(Exception):
     """Something the user can fix. Shown as one sentence, without a traceback."""
+
+
+@dataclass
+class Request:
+    """n responses to one prompt. Sample i draws from the stream of seed + i."""
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    max_new_tokens: int
+
+
+class Sample(NamedTuple):
+    """What a sampler makes: the tokens of a response [T], their log-probs [T] float32, and whether it ended
+    before its limit."""
+    response_ids: list[int]
+    logprobs: torch.Tensor
+    finished: bool
 
 
 def seed_of(*parts) -> int:
@@ -32,7 +54,14 @@ def rank_and_ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def gather(item) -> list:
+def say(text: str) -> None:
+    """Print a line on rank 0, above the progress bar if there is one."""
+    if rank_and_ranks()[0] == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+def all_gather(item) -> list:
     """The item of every rank, in rank order, on every rank."""
     if not distributed():
         return [item]
@@ -53,7 +82,7 @@ def on_all_ranks(work, sentence=str) -> list:
         if isinstance(e, CheckpointException):  # of any rank
             e = next(iter(e.failures.values()))[0]
         error = sentence(f"{type(e).__name__} {first_line(e)}")
-    results = gather((result, error))
+    results = all_gather((result, error))
     if error := next((error for _, error in results if error), None):
         raise UserError(error)
     return [result for result, _ in results]
@@ -61,7 +90,7 @@ def on_all_ranks(work, sentence=str) -> list:
 
 def same_on_all_ranks(mine: dict) -> None:
     """Raises UserError, naming the entry and the rank, if one of these values differs from rank 0's."""
-    first, *others = gather(mine)
+    first, *others = all_gather(mine)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other.get(name) != value:
@@ -75,15 +104,19 @@ def first_line(error: BaseException) -> str:
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 
-def sharded(items: list, work, per_engine: int = 1) -> list:
-    """work(this rank's share of the items), one result per item: all results, in order, on every rank.
-
-    per_engine: so many consecutive ranks get the same share; only the first of them sends its results."""
+def share_of_rank(items: list, per_engine: int = 1) -> list:
+    """Every n-th of the items, for n engines. per_engine: so many consecutive ranks get the same share."""
     rank, ranks = rank_and_ranks()
-    engine, engines = rank // per_engine, ranks // per_engine
-    results = work(items[engine::engines])
-    parts = gather(results if rank % per_engine == 0 else None)[::per_engine]
-    return [parts[i % engines][i // engines] for i in range(len(items))]
+    return items[rank // per_engine::ranks // per_engine]
+
+
+def gather_shares(results: list, per_engine: int = 1) -> list:
+    """The results of all ranks' shares, in the order of the items they were made from, on every rank."""
+    rank, ranks = rank_and_ranks()
+    # the ranks of an engine have the same results: only the first of them sends any
+    shares = all_gather(results if rank % per_engine == 0 else None)[::per_engine]
+    engines, items = ranks // per_engine, sum(len(share) for share in shares)
+    return [shares[i % engines][i // engines] for i in range(items)]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,12 +1,16 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed.
+"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed. And signals to stop.
 
 They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, distributed, on_all_ranks, rank_and_ranks, write_atomically
+from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say, write_atomically
+from engine.options import leave
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -30,7 +35,10 @@ def sizes(folder: Path) -> dict[str, int]:
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
     ranks can load them. Not copies: loading into them is loading."""
-    get_optimizer_state_dict(policy.model, optimizer)  # makes the optimizer's state if it has none yet
+    if not optimizer.state:
+        get_optimizer_state_dict(policy.model, optimizer)  # makes the state, and counts that as a step
+        for state in optimizer.state.values():
+            state["step"].zero_()
     tensors = {}
     for name, parameter in policy.model.named_parameters():
         tensors[name] = parameter
@@ -50,7 +58,7 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     def failed(reason: str) -> str:  # full disk, lost mount
         return (f"the checkpoint of step {step} could not be written to {final.parent} ({reason}); --resume "
-                "goes on from the last good one.")
+                "continues from the last good one.")
 
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)
@@ -82,7 +90,7 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     on_all_ranks(publish, failed)
 
 
-def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple[int, dict]:
+def load_newest(run_folder: Path, policy, optimizer, every: int) -> tuple[int, dict]:
     """Load the newest checkpoint that is complete: its files have the sizes they were written with.
 
     Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
@@ -116,3 +124,81 @@ def restore(run_folder: Path, policy, optimizer, every: int, say=print) -> tuple
         raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
                         "start a new run in another --out.")
     return 0, {}
+
+
+# ------------------------------------------------ what the loop calls ---------------------------------------
+def restore(run, optimizer) -> int:
+    """Steps that are done: with --resume those of the newest checkpoint, which is loaded, else 0."""
+    args, done = run.args, 0
+    run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
+    if args.machine.resume:
+        done, run.state = load_newest(run.log.path, run.policy, optimizer, args.machine.checkpoint_every)
+    run.stop = StopSignal(run.log.path, done)
+    run.log.open(done, run.total_steps, run.benchmarks)
+    if done >= run.total_steps:
+        say(f"All {run.total_steps} steps are done; a larger --steps continues.")
+    else:
+        say(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
+            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time estimate "
+            "follows after the first one.")
+    return done
+
+
+def save_when_due(run, step: int, optimizer) -> None:
+    """Write a checkpoint: every --checkpoint_every steps, after the last one, before an evaluation, and when a
+    signal came, which then ends the run.
+
+    Raises ValueError if run.state holds what JSON does not keep."""
+    try:
+        kept = json.loads(json.dumps(run.state)) == run.state
+    except (TypeError, ValueError):
+        kept = False
+    if not kept:
+        raise ValueError(f"run.state is {repr(run.state)[:80]}, but must hold what JSON keeps: text as "
+                         "keys, and lists, dicts, text, numbers, True, False, None")
+    every, last = run.args.machine.checkpoint_every, step == run.total_steps
+    signaled = max(all_gather(run.stop.number))
+    if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
+        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
+        run.stop.saved = step
+    if signaled and not last:
+        say(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume --out "
+            f"{run.log.path}")
+        sys.exit(128 + signaled)
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
+
+    A second one ends the process at once; so does the first in an evaluation, if nothing unsaved would be lost."""
+
+    def __init__(self, run_folder: Path, saved: int):
+        """saved: the step of the newest checkpoint, 0 before the first."""
+        self.number, self.saved, self.idle, self.run_folder = 0, saved, False, run_folder
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, self)
+
+    def __call__(self, number, frame) -> None:
+        if self.number or self.idle:
+            self._leave(number)
+        self.number = number
+        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: leave "
+                    "at once)")
+
+    @contextlib.contextmanager
+    def at_once(self, step: int):
+        """While this lasts, a signal ends the process at once, unless steps since the last checkpoint are unsaved."""
+        self.idle = step == self.saved
+        if self.idle and self.number:  # it came since the loop last looked
+            self._leave(self.number)
+        yield
+        self.idle = False
+
+    def _leave(self, number: int) -> None:
+        self._print(f"Stopped by {signal.Signals(number).name}; continue with --resume --out {self.run_folder}")
+        leave(128 + number)
+
+    def _print(self, text: str) -> None:
+        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
+            os.write(2, f"\n{text}\n".encode())

@@ -6,36 +6,12 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import LETTERS, answers_equal, equivalence_classes, normal_gold
+from engine.answers import LETTERS, normal_gold
 from engine.base import UserError, first_line, seed_of
-
-
-@dataclass
-class Problem:
-    question: str
-    answer: str | None = None
-    """Gold answer. For evaluation and for logging label accuracy, never for a label-free reward."""
-    id: int = 0
-    choices: int = 0
-    """Multiple choice: so many options are in the question, and the answer is a letter. 0: not."""
-    prompt_ids: list[int] = field(default_factory=list)
-    row: dict = field(default_factory=dict, repr=False)
-    """The whole row of the data set, for methods that need its other columns."""
-    same_answer: Callable[[list[str]], list] | None = field(default=None, repr=False)
-    """n answers -> n keys, equal for equal answers (text, numbers); None: equality of engine/answers.py."""
-
-    def classes(self, answers: list[str | None]) -> list[int | None]:
-        """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
-        return equivalence_classes(answers, self.same_answer)
-
-    def is_right(self, answer: str | None) -> bool:
-        """Whether it is the gold answer; False without one."""
-        return answers_equal(answer, self.answer, self.same_answer)
 
 
 class Benchmark(NamedTuple):
@@ -86,12 +62,12 @@ ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "gro
 
 
 # ------------------------------------------------ problems ------------------------------------------------
-def load_problems(name: str, question_field: str = "", answer_field: str = "",
-                  quiet: bool = False, same_answer: Callable | None = None) -> list[Problem]:
-    """Problems of a benchmark's short name, a Hub id or a local file (FILES).
+def load_problems(make: Callable, name: str, question_field: str = "", answer_field: str = "",
+                  quiet: bool = False, exact: bool = False) -> list:
+    """Problems of a benchmark's short name, a Hub id or a local file (FILES). make: common.Problem.
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
-    same_answer: see Problem; gold answers then stay as they are written, but for spaces around them.
+    exact: gold answers stay as they are written, but for spaces around them.
     Problems with the same text are kept once. Raises UserError on an unknown name, a missing column, an
     empty or broken file."""
     rows, source = _read(name)
@@ -119,9 +95,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{where}: column '{question}' holds no text.")
         text, gold, choices = _with_choices(text, row, gold, answer, where)
-        text, gold = text.strip(), normal_gold(gold, exact=same_answer is not None)
-        problems.setdefault(text, Problem(text, gold, len(problems), choices, row=row,
-                                          same_answer=same_answer))
+        text, gold = text.strip(), normal_gold(gold, exact=exact)
+        problems.setdefault(text, make(text, gold, len(problems), choices, row=row))
     if not quiet:
         known = sum(p.answer is not None for p in problems.values())
         column = f"answer column '{answer}'" if answer else "no answer column"

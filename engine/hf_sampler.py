@@ -16,7 +16,8 @@ from transformers import AttentionInterface, DynamicCache, TopKLogitsWarper, Top
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.policy import PACKED, Request, Rollout, load_model
+from engine.base import Request, Sample
+from engine.policy import PACKED, load_model
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
@@ -69,16 +70,16 @@ class HFSampler:
 
     @torch.inference_mode()
     def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0, top_k: int = 0,
-                 stop: tuple[str, ...] = (), decode=None) -> list[list[Rollout]]:
+                 stop: tuple[str, ...] = (), decode=None) -> list[list[Sample]]:
         """Responses per request. Temperature 0: greedy. Log-probs are of the distribution sampled from.
 
         A response ends, finished, with a token of stop_ids, or with the first token after which decode(ids)
         of its last tokens contains one of the texts in stop."""
-        rollouts, rows = [], self._rows(requests)
+        responses, rows = [], self._rows(requests)
         samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
         for first in range(0, len(samples), rows):
-            rollouts += self._generate(samples[first:first + rows], temperature, top_p, top_k, stop, decode)
-        rest = iter(rollouts)
+            responses += self._generate(samples[first:first + rows], temperature, top_p, top_k, stop, decode)
+        rest = iter(responses)
         return [list(islice(rest, request.n)) for request in requests]
 
     def _rows(self, requests: list[Request]) -> int:
@@ -90,7 +91,7 @@ class HFSampler:
         sequence = 2 * text.num_hidden_layers * width * self.model.dtype.itemsize * longest
         return max(1, min(1024, 2 ** 26 // text.vocab_size, CACHE // sequence))
 
-    def _generate(self, samples, temperature, top_p, top_k, stop, decode) -> list[Rollout]:
+    def _generate(self, samples, temperature, top_p, top_k, stop, decode) -> list[Sample]:
         """[all] is all samples, [rows] those that are still being sampled."""
         limit = torch.tensor([request.max_new_tokens for request, _ in samples], device=self.device)  # [all]
         steps = int(limit.max())
@@ -142,12 +143,12 @@ class HFSampler:
             logits = out.logits[:, -1]
             position = position + 1
 
-        logprobs, rollouts = logprobs.cpu(), []
+        logprobs, responses = logprobs.cpu(), []
         for i, (request, _) in enumerate(samples):
             end = int(length[i])
-            rollouts.append(Rollout(request.prompt_ids, tokens[i, :end].tolist(), logprobs[i, :end].clone(),
+            responses.append(Sample(tokens[i, :end].tolist(), logprobs[i, :end].clone(),
                                     finished=bool(finished[i])))
-        return rollouts
+        return responses
 
 
 def uniform_numbers(samples: list[tuple[Request, int]], steps: int, device: torch.device) -> torch.Tensor:

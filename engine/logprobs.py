@@ -50,7 +50,7 @@ class PlainHead(torch.nn.Module):
         logp = (logits.float() / temperature).log_softmax(-1)
         entropy_T = -torch.linalg.vecdot(logp.exp(), logp)
         others = [function(logp.detach()) for function in statistics]
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy_T, *others
+        return logp.gather(-1, targets[:, None]).sum(-1), entropy_T, *others
 
 
 # ----------------------------------------------------- by chunks --------------------------------------------

@@ -10,15 +10,28 @@ from engine.base import seed_of
 
 
 def mean(values) -> float:
-    """Of any iterable of numbers; 0 if it is empty."""
+    """The mean of any numbers; 0 if there are none."""
     values = list(values)
     return sum(values) / max(len(values), 1)
 
 
-def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class; ties go to the class seen first; None (no answer) never votes."""
-    counts = Counter(c for c in classes if c is not None)
-    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
+def winner(classes: list[int | None]) -> int | None:
+    """The class of common.majority: of equally frequent ones the first."""
+    ranked = Counter(c for c in classes if c is not None).most_common(1)
+    return ranked[0][0] if ranked else None
+
+
+def few_answers(responses: list) -> str:
+    """What to do if most of these responses have no answer; else empty."""
+    responses = [response for response in responses if response.response_ids]  # overlong: no prompt
+    silent = [response.text for response in responses if response.answer is None]
+    if len(silent) <= len(responses) / 2:
+        return ""
+    share, cut = 1 - len(silent) / len(responses), mean(not response.finished for response in responses)
+    return (f"only {share:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it). "
+            "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
+            "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
+            f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
 
 
 # ------------------------------------------------ evaluation ------------------------------------------------
@@ -34,9 +47,9 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 
     With k the number of responses there is one subset, so 0 or 1."""
     if k >= len(classes):
-        return float(majority(classes) in right)
+        return float(winner(classes) in right)
     draw = random.Random(seed_of("maj", k, classes))
-    return mean(majority(draw.sample(classes, k)) in right for _ in range(subsets))
+    return mean(winner(draw.sample(classes, k)) in right for _ in range(subsets))
 
 
 def grade(problem, responses: list) -> dict:
@@ -44,7 +57,7 @@ def grade(problem, responses: list) -> dict:
     classes = problem.classes([r.answer for r in responses])
     right = {c for c in set(classes) - {None} if problem.is_right(responses[classes.index(c)].answer)}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
-                right=right, majority=majority(classes) in right, length=[r.length for r in responses],
+                right=right, majority=winner(classes) in right, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))
@@ -74,7 +87,7 @@ def summary(graded: list[dict]) -> dict[str, float]:
 
 # ------------------------------------------------- training -------------------------------------------------
 def step_metrics(groups: list[dict]) -> dict[str, float]:
-    """Means over the prompts of a step. groups: what Run.log_group kept, one per prompt."""
+    """Means over the prompts of a step. groups: what Log.vote kept, one per prompt."""
     rows = [group_metrics(group) for group in groups]
     names = dict.fromkeys(name for row in rows for name in row)
     metrics = {}

@@ -1,4 +1,4 @@
-"""Options: allowed ranges, the command line, and how a script starts and ends."""
+"""Options: allowed ranges, the machine's, the command line, and how a script starts and ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, distributed, gather, rank_and_ranks
-from engine.smollm2 import SMOLLM2
+from engine.base import UserError, all_gather, distributed, rank_and_ranks
+from engine.builtin import SMOLLM2, TOY
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -31,67 +31,138 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+# ----------------------------------------------- options that no paper sets --------------------------------
+@dataclasses.dataclass
+class Machine:
+    question_field: str = ""
+    """Column of the question; empty: found from a list of usual names."""
+    answer_field: str = ""
+    """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
+    show_prompt: bool = False
+    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
+    sampler: Literal["auto", "vllm", "hf"] = "auto"
+    """auto: vLLM if it is installed, else transformers, as with --plain."""
+    gpu_memory: PositiveShare = 0.5
+    """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
+    tensor_parallel: Count = 1
+    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
+    max_logp_diff: NonNegative = 1e-3
+    """The run stops if sampler and trainer log-probs of a token differ by more (bf16: see check_sampler)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
+    plain: bool = False
+    """Padded rows and full logits, the slow and obvious way, which gives the same step."""
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Recompute activations backward: a third more compute, a quarter of the memory. auto: on a GPU."""
+    micro_tokens: CountOrZero = 0
+    """Padded tokens per micro-batch and rank: memory, not the result. 0: 16384, or less if the GPU asks."""
+    offload: Literal["none", "reference", "optimizer"] = "none"
+    """In host memory: the reference model; optimizer: weights, gradients and AdamW, too. Not run on a GPU."""
+    plan: bool = False
+    """Print the memory that this run takes, from the model's config alone, and exit."""
+    gpus: CountOrZero = 0
+    """With --plan: GPUs to plan for; 0: torchrun's ranks."""
+    gpu_gib: NonNegative = 0.0
+    """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
+    eval_start: bool = True
+    """Off: the initial model is not evaluated, so a short run is shorter."""
+    out: str = ""
+    """Run folder; empty: runs/<script>-<time>-<process>."""
+    resume: bool = False
+    """Continue from the latest good checkpoint in --out (any number of ranks)."""
+    checkpoint_every: CountOrZero = 20
+    """Steps between checkpoints, which are also written before an evaluation and on SIGTERM or Ctrl-C (torchrun
+    kills after 30 s, or its own --shutdown-timeout). 0: only on a signal; the final model is always saved."""
+    keep: Count = 2
+    """Checkpoints kept."""
+    max_bad_steps: Count = 5
+    """Stop after so many optimizer steps in a row with a non-finite gradient; each is skipped and counted."""
+    wandb: bool = False
+    """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""
+
+
+def flat(args) -> dict:
+    """All options by name, the machine's among them."""
+    return {name: value for name, value in vars(args).items() if name != "machine"} | vars(args.machine)
+
+
+def with_values(args_class: type, values: dict):
+    """Arguments with these values by name, the machine's among them, and defaults for the others."""
+    machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
+    own = {name: value for name, value in values.items() if name not in machine}
+    return args_class(**own, machine=Machine(**machine)) if machine else args_class(**own)
+
+
 def out_of_range(args) -> list[str]:
     """One sentence per option whose value is not of its type or outside its range."""
     try:
-        TypeAdapter(type(args)).validate_python(vars(args))
+        values = {name: vars(v) if isinstance(v, Machine) else v for name, v in vars(args).items()}
+        TypeAdapter(type(args)).validate_python(values)
     except ValidationError as error:
-        return [f"--{e['loc'][0]} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}."
+        return [f"--{e['loc'][e['loc'][0] == 'machine']} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}."
                 for e in error.errors()]
     return []
 
 
 # ---------------------------------------------------- command line ------------------------------------------
-def overrides_of(args_class: type, toy: dict, model: str | None) -> dict:
-    """Values instead of the paper's: the toy's without a model, the toy's and smollm2's with that one."""
-    if model not in (None, "", "smollm2"):
-        return {}
-    overrides = dict(toy)
-    for field in dataclasses.fields(args_class) if model else ():
-        # not what evaluate.py's --preset has (None), and no --dataset for Dynamic RL ("")
-        if field.name in SMOLLM2 and field.default is not None and toy.get(field.name) != "":
-            overrides[field.name] = SMOLLM2[field.name]
-    return overrides
-
-
-def parse(args_class: type, toy: dict):
+def parse(args_class: type, toy: dict, smollm2: dict):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
-    if getattr(args, "resume", False):
+    args = read_flags(args_class, description=description)  # --help ends here, with the paper's values
+    if getattr(getattr(args, "machine", None), "resume", False):
         return parse_resumed(args_class, args, description)
-    overrides = overrides_of(args_class, toy, args.model)
+    overrides = {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(args.model or "", {})
     if overrides:
-        args = tyro.cli(args_class, default=args_class(**overrides), description=description)
+        args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
     if overrides and rank_and_ranks()[0] == 0:
-        which = "--model smollm2 runs" if args.model else "No --model given, so this runs the built-in toy"
-        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if getattr(args, k) == v)
+        which = f"--model {args.model} runs" if args.model else "No --model given, so this runs the built-in toy"
+        given = flat(args) if hasattr(args, "machine") else vars(args)
+        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
         print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
     return args
 
 
+def read_flags(args_class: type, **options):
+    """The command line's arguments, by tyro. `--help | head` closes the pipe early: that is no error."""
+    try:
+        args = tyro.cli(args_class, **options)
+        sys.stdout.flush()
+        return args
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        sys.exit(0)
+
+
+# Options that the learning rate of a step depends on
+SCHEDULE = ("lr", "warmup", "steps", "epochs", "prompts_per_batch")
+
+
 def parse_resumed(args_class: type, args, description: str):
     """The arguments of the run in --out. What is given beside them wins and is printed."""
-    if not args.out:
-        raise UserError("--resume needs --out, the folder of the run to go on with.")
-    run = read_run(Path(args.out))
+    if not args.machine.out:
+        raise UserError("--resume needs --out, the folder of the run to continue.")
+    run = read_run(Path(args.machine.out))
     if run["script"] != script_name():
-        raise UserError(f"--resume: {args.out} is a run of {run['script']}.py.")
+        raise UserError(f"--resume: {args.machine.out} is a run of {run['script']}.py.")
     # options that the script no longer has are dropped, new ones have their defaults
-    known = {name: value for name, value in run["args"].items() if name in args_class.__dataclass_fields__}
+    names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
+    known = {name: value for name, value in run["args"].items() if name in names}
     known["trust_remote_code"] = False  # never taken from a folder
-    if bad := out_of_range(args_class(**known)):
-        raise UserError(f"--resume: {args.out}/run.json is damaged: {bad[0]}")
-    args = tyro.cli(args_class, default=args_class(**known), description=description)
-    for name, value in dataclasses.asdict(args).items():
+    if bad := out_of_range(with_values(args_class, known)):
+        raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
+    args = read_flags(args_class, default=with_values(args_class, known), description=description)
+    for name, value in flat(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
         if name == "seed":
-            raise UserError(f"--seed is {value}, but the run in {args.out} has {was}; start a new run.")
+            raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new run.")
         if rank_and_ranks()[0] == 0:
-            print(f"Resuming with another --{name}: {value} (was {was})", flush=True)
+            jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
+            print(f"Resuming with another --{name}: {value} (was {was}){jump}", flush=True)
     return args
 
 
@@ -103,8 +174,8 @@ def read_run(folder: Path) -> dict:
         return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to go on "
-                        "with.") from None
+        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
+                        "continue.") from None
 
 
 def script_name() -> str:
@@ -114,11 +185,12 @@ def script_name() -> str:
 
 # ---------------------------------------------------- start and end -----------------------------------------
 @record  # torchrun shows the traceback of the first rank that fails
-def launch(main, args_class: type, toy: dict) -> None:
-    """Run a script's main. Bad input (UserError) ends with one sentence and exit code 2, a bug with its
-    traceback."""
+def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
+    """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
+
+    Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
     try:
-        main(parse(args_class, toy))
+        main(parse(args_class, toy, smollm2))
     except UserError as error:
         rank, _ = rank_and_ranks()
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
@@ -129,17 +201,22 @@ def launch(main, args_class: type, toy: dict) -> None:
     except torch.OutOfMemoryError as error:
         error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
                        "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
-                       "takes it; --resume goes on from the newest checkpoint.")
+                       "takes it; --resume continues from the newest checkpoint.")
         raise
     if distributed() and "vllm" not in sys.modules:
-        # leave together, and at once: a rank that unwinds while another still talks to it may abort
-        gather(None)
+        # Exit together: a rank that is torn down while another is still in a collective can crash it.
+        all_gather(None)
         dist.destroy_process_group()
         leave(0)
 
 
+at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
+
+
 def leave(code: int) -> None:
     """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
+    for close in at_exit:
+        close(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -39,10 +39,10 @@ class Plan:
         model without memory; root: those of embeddings and (untied) head, which FSDP gathers together; layer:
         those of one layer."""
         self.args = args
-        self.ranks, self.gpu = args.gpus or rank_and_ranks()[1], (args.gpu_gib or 80.0) * GIB
-        if torch.cuda.is_available() and not args.gpu_gib:
+        self.ranks, self.gpu = args.machine.gpus or rank_and_ranks()[1], (args.machine.gpu_gib or 80.0) * GIB
+        if torch.cuda.is_available() and not args.machine.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
-        self.c = 4 if args.dtype == "float32" else 2  # bytes of a number in the compute type
+        self.c = 4 if args.machine.dtype == "float32" else 2  # bytes of a number in the compute type
         self.length = args.max_prompt_tokens + args.max_new_tokens  # of the longest prompt and response
         text = config.get_text_config()
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
@@ -51,11 +51,11 @@ class Plan:
         self.q = text.num_attention_heads * head_size
         self.kv = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.machine.trust_remote_code)
         self.weights = sum(p.numel() for p in model.parameters())
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
-        for tokens in [args.micro_tokens] if args.micro_tokens else [*MICRO_TOKENS, 1]:
+        for tokens in [args.machine.micro_tokens] if args.machine.micro_tokens else [*MICRO_TOKENS, 1]:
             self.micro_tokens = tokens
             if not self.misfit():
                 break
@@ -83,8 +83,8 @@ class Plan:
 
     def cached_sequences(self) -> int:
         """Sequences of full length whose keys and values fit into vLLM's share beside its weights."""
-        parallel = self.args.tensor_parallel
-        room = self.args.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
+        parallel = self.args.machine.tensor_parallel
+        room = self.args.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
         return int(max(0, room) / (2 * self.c * self.layers * self.kv / parallel * self.length))
 
     def misfit(self) -> str:
@@ -123,7 +123,7 @@ def check_plan(args, config) -> int:
     """--micro_tokens of a run on the GPUs here; raises UserError if it does not fit them. With --plan: prints
     the table on rank 0 and exits, with code 0 if the run fits, else 1."""
     plan = Plan(args, config)
-    if args.plan:
+    if args.machine.plan:
         if rank_and_ranks()[0] == 0:
             print(plan.table(), flush=True)
         sys.exit(1 if plan.misfit() else 0)

@@ -1,12 +1,12 @@
-"""Rollouts, and the policy: a Hugging Face model under FSDP2 that gives their log-probs, by micro-batches."""
+"""The policy: a Hugging Face model under FSDP2 that gives the log-probs of responses, by micro-batches."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import shutil
 from collections import ChainMap
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,60 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
-from engine.base import UserError, distributed, first_line, gather, rank_and_ranks
+from engine.base import UserError, all_gather, distributed, first_line, rank_and_ranks
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
 # A model with one of these in its config scales or caps its logits, which engine/logprobs.py does not.
 OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
-
-# ----------------------------------------------------- rollouts --------------------------------------------
-@dataclass
-class Request:
-    """n responses to one prompt. Sample i draws from the stream of seed + i."""
-    prompt_ids: list[int]
-    n: int
-    seed: int
-    max_new_tokens: int
-
-
-@dataclass(eq=False)
-class Rollout:
-    """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
-    prompt_ids: list[int]
-    response_ids: list[int]
-    """[T] sampled tokens, with the end-of-sequence token if the response finished."""
-    logprobs: torch.Tensor
-    """[T] float32, the sampler's log-probs of these tokens at rollout temperature."""
-    finished: bool
-    """False: cut off at max_new_tokens."""
-    text: str = ""
-    answer: str | None = None
-    """Content of the last \\boxed{}, None without one."""
-    old_logp: torch.Tensor | None = None
-    """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
-    ref_logp: torch.Tensor | None = None
-    """[T] log-probs under the frozen initial model."""
-    entropy: torch.Tensor | None = None
-    """[T] entropies (nats) over the whole vocabulary at rollout temperature, of the policy that sampled."""
-    advantage: float = math.nan
-    """NaN: not set yet. Everything that is trained needs one."""
-    mask: torch.Tensor | None = None
-    """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that count."""
-        return len(self.response_ids) if self.mask is None else int(self.mask.sum())
-
-    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Those of these values [T] that stand at tokens that count."""
-        return values_T if self.mask is None else values_T[self.mask.bool()]
-
-    def mean(self, values_T: torch.Tensor) -> float:
-        """Of these values [T], over the tokens that count; 0 if none does."""
-        return float(self.counted(values_T).mean()) if self.length else 0.0
 
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -97,15 +49,15 @@ def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
 class MicroBatch:
     """Some responses of one optimizer step. Tensors [T] hold their response tokens, one after another."""
 
-    def __init__(self, rollouts: list[Rollout], indices: list[int], device):
-        self.rollouts, self.indices, self.device = rollouts, indices, device
-        self.sizes = [len(r.response_ids) for r in rollouts]
-        self.length_T = self.per_token([max(r.length, 1) for r in rollouts])    # of the token's response
-        masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in rollouts]
+    def __init__(self, responses: list, indices: list[int], device):
+        self.responses, self.indices, self.device = responses, indices, device
+        self.sizes = [len(r.response_ids) for r in responses]
+        self.length_T = self.per_token([max(r.length, 1) for r in responses])   # of the token's response
+        masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in responses]
         self.mask_T = self.cat(masks)
-        self.advantage_T = self.per_token([r.advantage for r in rollouts])
-        self.old_logp_T = self.cat([r.old_logp for r in rollouts])              # None: not scored
-        self.ref_logp_T = self.cat([r.ref_logp for r in rollouts])              # None: no reference model
+        self.advantage_T = self.per_token([r.advantage for r in responses])
+        self.old_logp_T = self.cat([r.old_logp for r in responses])             # None: not scored
+        self.ref_logp_T = self.cat([r.ref_logp for r in responses])             # None: no reference model
 
     def per_token(self, values: list[float]) -> torch.Tensor:
         """[T] one number per response, repeated over its tokens."""
@@ -166,6 +118,8 @@ class Policy:
         layers = [m for m in self.model.modules() if type(m).__name__ in self.model._no_split_modules]
         for group in [*layers, self.head]:
             fully_shard(group, **options)
+            group.set_gradient_divide_factor(1.0)  # the ranks' losses add up: so do their gradients
+            group.set_force_sum_reduction_for_comms(True)
 
         # buffers keep their type; FSDP takes note of what _apply does
         self.head._apply(lambda tensor: tensor.to(stored) if isinstance(tensor, DTensor) else tensor)
@@ -176,57 +130,61 @@ class Policy:
     def logprobs(self, micro: MicroBatch, temperature: float, statistics=()) -> tuple[torch.Tensor, ...]:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
-        Of logits / temperature: the distribution that was sampled from. Behind them statistics, see score."""
-        inputs, predict_from = self.head.rows(micro.rollouts)
+        The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the mask
+        is 0. Statistics follow, see `score`."""
+        inputs, predict_from = self.head.rows(micro.responses)
         inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
-        targets = torch.tensor([t for r in micro.rollouts for t in r.response_ids], device=self.device)
-        return self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
+        targets = torch.tensor([t for r in micro.responses for t in r.response_ids], device=self.device)
+        logp_T, *others = self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
+        # Tokens with mask 0 were not sampled: exp(log-prob - 0) could be inf, and inf * 0 in the loss is NaN.
+        return logp_T.masked_fill(micro.mask_T == 0, 0.0), *others
 
-    def micro_batches(self, rollouts: list[Rollout]):
+    def micro_batches(self, responses: list):
         """This rank's micro-batches, at most micro_tokens padded tokens each; equally many on every rank."""
-        if not rollouts:
+        if not responses:
             return
-        lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
-        order = {tuple(r.prompt_ids): i for i, r in enumerate(rollouts)} if self.packed else {}
+        lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
+        order = {tuple(r.prompt_ids): i for i, r in enumerate(responses)} if self.packed else {}
         # packed: one prompt's responses stay together
-        prompts = [order.get(tuple(r.prompt_ids), 0) for r in rollouts]
+        prompts = [order.get(tuple(r.prompt_ids), 0) for r in responses]
         # a rank with nothing left computes the shortest sequence once more, with weight zero
-        filler = copy.copy(rollouts[lengths.index(min(lengths))])
+        filler = copy.copy(responses[lengths.index(min(lengths))])
         filler.mask = torch.zeros(len(filler.response_ids))
         for indices in plan_micro_batches(lengths, prompts, self.ranks, self.micro_tokens)[self.rank]:
-            yield MicroBatch([rollouts[i] for i in indices] or [filler], indices, self.device)
+            yield MicroBatch([responses[i] for i in indices] or [filler], indices, self.device)
 
-    def score_old(self, rollouts: list[Rollout], temperature: float) -> None:
+    def score_old(self, responses: list, temperature: float) -> None:
         """Set old_logp and entropy, [T] each: of the policy as it is now, which sampled them."""
-        for rollout, (logp_T, entropy_T) in zip(rollouts, self.score(rollouts, temperature)):
-            rollout.old_logp, rollout.entropy = logp_T, entropy_T
+        for response, (logp_T, entropy_T) in zip(responses, self.score(responses, temperature)):
+            response.old_logp, response.entropy = logp_T, entropy_T
 
-    def score_ref(self, rollouts: list[Rollout], temperature: float) -> None:
+    def score_ref(self, responses: list, temperature: float) -> None:
         """Set ref_logp [T]: of the frozen initial model."""
-        for rollout, (logp_T, _) in zip(rollouts, self.score(rollouts, temperature)):
-            rollout.ref_logp = logp_T
+        for response, (logp_T, _) in zip(responses, self.score(responses, temperature)):
+            response.ref_logp = logp_T
 
     @torch.no_grad()
-    def score(self, rollouts: list[Rollout], temperature: float, *statistics) -> list[tuple]:
-        """(log-probs, entropies in nats, statistics ...) of every rollout, [T] each; the ranks share them.
+    def score(self, responses: list, temperature: float, *statistics) -> list[tuple]:
+        """(log-probs, entropies in nats, statistics ...) of every response, [T] each; the ranks share them.
 
         A statistic is a function: of log-probs of the whole vocabulary [rows, V], a chunk of rows at a time,
         it makes numbers [rows]."""
+        same_responses(responses)
         mine = {}
-        for micro in self.micro_batches(rollouts):
+        for micro in self.micro_batches(responses):
             columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, statistics)]
             for i, *values in zip(micro.indices, *columns):
                 mine[i] = values
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
-        values_of = ChainMap(*gather(mine))
-        return [tuple(values_of[i]) for i in range(len(rollouts))]
+        values_of = ChainMap(*all_gather(mine))
+        return [tuple(values_of[i]) for i in range(len(responses))]
 
-    def named_tensors(self, dtype):
-        """(name, full tensor of this type) of every parameter, a tied one once. A collective: the ranks give
-        each other their shards, after the cast."""
+    def named_tensors(self):
+        """(name, full tensor in the compute type) of every parameter, a tied one once. A collective: the ranks
+        give each other their shards, after the cast."""
         for name, parameter in self.model.named_parameters():
-            tensor = parameter.detach().to(self.device, dtype)
+            tensor = parameter.detach().to(self.device, self.dtype)
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield name, tensor
 
@@ -234,7 +192,7 @@ class Policy:
         """Hugging Face format, in the compute type, loadable by from_pretrained; written to one side and
         renamed. The ranks gather the tensors, and rank 0 collects them in host memory."""
         state = {}
-        for name, tensor in self.named_tensors(self.dtype):
+        for name, tensor in self.named_tensors():
             if self.rank == 0:
                 state[name] = tensor.cpu()
         if self.rank:
@@ -250,6 +208,31 @@ class Policy:
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+
+
+# ------------------------------------------------ what ranks must share -------------------------------------
+DIFFERENT = ("the ranks have different {}: every rank must compute the same, from all responses, without its rank, "
+             "process id, clock or own random numbers")
+
+
+def same_responses(responses: list) -> None:
+    """Raises ValueError, on all ranks, if one of them has other responses."""
+    ids = hashlib.blake2b(repr([r.response_ids for r in responses]).encode()).digest()
+    if len(set(all_gather(ids))) > 1:
+        raise ValueError(DIFFERENT.format("responses to score or train"))
+
+
+def check_batch(train: list) -> None:
+    """Raises ValueError if a response has no finite advantage, or if the ranks have different batches."""
+    for response in train:
+        advantage = response.advantage
+        if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
+            raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "
+                             "finite number for all that is trained (of a tensor: .tolist())")
+    same_responses(train)
+    advantages = torch.tensor([r.advantage for r in train])
+    if not all(torch.allclose(advantages, others, rtol=1e-4) for others in all_gather(advantages)):
+        raise ValueError(DIFFERENT.format("advantages"))
 
 
 # ------------------------------------------------------- loading --------------------------------------------

@@ -1,0 +1,400 @@
+"""A run's folder and what is written into it: run.json, metrics, votes, samples, TensorBoard, progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, same_on_all_ranks
+from engine.base import say, seed_of, write_atomically
+from engine.metrics import few_answers, mean, step_metrics
+from engine.options import at_exit, flat, read_run, script_name
+
+HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+# JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
+compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+class Log:
+    """What a run writes down. Only rank 0 writes; if it fails, every rank raises the same error.
+
+    vote, tokens and update keep what a step is made of until `step` writes it."""
+
+    def __init__(self, args, device, identity: dict):
+        """identity: startup.identity's. Raises UserError if the folder cannot be used."""
+        self.args, self.device, (self.rank, ranks) = args, device, rank_and_ranks()
+        self.bar, self.board, self.wandb = None, None, None
+        self.identity, self.before, self.record = {}, {}, {}
+        self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
+        self.bad_steps, self.warned, self.seconds_of_step, self.seconds_of_evaluation = 0, False, 0.0, 0.0
+        self._forget()
+        name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.path = Path(all_gather(args.machine.out or f"runs/{name}")[0])
+        on_all_ranks(partial(self._open, ranks, device),
+                     lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        self.identify(identity)
+
+    def _forget(self) -> None:
+        """Forget what the last step left."""
+        self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
+        self.began = self.lapped = time.monotonic()
+        self.seconds, self.sampled = Counter(), 0  # by phase; tokens
+
+    # -- the folder ------------------------------------------------------------------------------------------
+    def identify(self, content: dict[str, int]) -> None:
+        """Keep in run.json what all ranks must share, and a resumed run with the one before it.
+
+        Raises UserError, naming the entry, if they do not."""
+        same_on_all_ranks(content)
+        other = [name for name, value in content.items() if self.before.get(name, value) != value]
+        if other := all_gather(other)[0]:
+            raise UserError(f"--resume: {other[0]} differs from what the run in '{self.path}' had; start a "
+                            "new run.")
+        self.identity |= content
+        if self.rank == 0:
+            record = self.record | dict(identity=self.identity)
+            write_atomically(self.path / "run.json", json.dumps(record, indent=1))
+
+    def _open(self, ranks: int, device) -> None:
+        """Lock the folder and look at the run in it, before anything slow."""
+        if self.rank:
+            return
+        out, wrong = self.path, f"--out is '{self.path}', "
+        if self.args.machine.resume:
+            run = read_run(out)
+        elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
+            raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
+        for path in out.rglob("*"):
+            if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
+                raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
+        out.mkdir(parents=True, exist_ok=True)
+        self.lock = (out / "lock").open("a")
+        try:  # the system lets go of it when this process dies, however it dies
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(wrong + "in which another process is running; give another folder.") from None
+        except OSError:  # some network file systems have no locks
+            pass
+        self.record = describe(self.args, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
+        if self.args.machine.resume:
+            self.before = run["identity"]
+            self.record["wandb"] = run.get("wandb", self.record["wandb"])
+            self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
+        script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
+        if script.suffix == ".py" and script.is_file():
+            shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
+
+    def open(self, steps_done: int, total_steps: int, benchmarks: dict) -> None:
+        """Drop the lines of steps that are done again, open TensorBoard and the progress bar."""
+        self.first_step, self.total_steps, self.benchmarks = steps_done + 1, total_steps, benchmarks
+        done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
+        if self.rank == 0:
+            self.history = self._keep_lines("metrics.jsonl", done)
+            evaluated = [line["step"] for line in self.history if has_evaluation(line)]
+            for name, steps in (("samples.jsonl", done), ("votes.jsonl", done), ("evaluations.jsonl", evaluated)):
+                self._keep_lines(name, steps)
+            self._open_boards()
+        self.history = all_gather(self.history)[0]
+        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self._forget()
+
+    def _open_boards(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        if self.args.machine.wandb:
+            import wandb
+            self.wandb = wandb
+            at_exit.append(wandb.finish)  # also where a run ends without unwinding
+            wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
+                       config=flat(self.args), sync_tensorboard=True)
+        self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
+        self.bar = tqdm(total=self.total_steps, initial=self.first_step - 1, desc=script_name(), dynamic_ncols=True)
+
+    def _keep_lines(self, name: str, steps) -> list[dict]:
+        path = self.path / name
+        kept = [line for line in read_jsonl(path) if line.get("step") in steps]
+        if path.exists():
+            write_atomically(path, "".join(compact(line) + "\n" for line in kept))
+        return kept
+
+    def append(self, name: str, record: dict) -> None:
+        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
+        if self.rank:
+            return
+        try:
+            with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
+        except OSError as error:
+            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues from "
+                            "the last checkpoint.") from None
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.history.append(dict(step=step, **metrics))
+        self.append("metrics.jsonl", self.history[-1])
+        for name, value in metrics.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
+
+    # -- during a step ---------------------------------------------------------------------------------------
+    def lap(self, name: str) -> None:
+        """The time since the last call belongs to this phase: it is logged as seconds/name."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.seconds[name] += now - self.lapped
+        self.lapped = now
+
+    def vote(self, prompt, responses: list, classes: list[int | None], rewards: torch.Tensor,
+             label: int | None | dict[int, float], negatives: set[int] = frozenset()) -> None:
+        """Keep a prompt's votes for the log.
+
+        label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
+        Raises ValueError if there is not one class and one finite reward per response."""
+        n, is_tensor = len(responses), isinstance(rewards, torch.Tensor)
+        if not is_tensor or rewards.shape != (n,) or not (rewards.is_floating_point() and rewards.isfinite().all()):
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
+                             f"{repr(rewards)[:80]}")
+        of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
+        if not of_type or len(classes) != n:
+            raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per "
+                             f"response, but are {repr(classes)[:80]}")
+        if label is not None and not isinstance(label, (int, dict)):
+            raise ValueError("label must be the class taken as right, or {class: weight}, or None, but is "
+                             f"{repr(label)[:80]}")
+        if not isinstance(label, dict):
+            label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
+        self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
+                                label=label, negatives=sorted(negatives)))
+        self.lap("vote")
+
+    def tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
+        """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
+        for name, values in values_T.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values.detach().float() * weight_T).sum()
+
+    def update(self, grad_norm: float) -> None:
+        """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped."""
+        names = sorted(self.sums)
+        sums = torch.stack([self.sums[name] for name in names])
+        if distributed():
+            dist.all_reduce(sums)
+        self.sums = {}
+        if math.isfinite(grad_norm):
+            self.updates.append(dict(zip(names, sums.tolist()), grad_norm=grad_norm))
+            self.bad_steps = 0
+            return
+        self.skipped += 1
+        self.bad_steps += 1
+        if self.bad_steps >= self.args.machine.max_bad_steps:
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
+                            f"(--max_bad_steps); --resume continues from the last checkpoint.")
+
+    def step(self, step: int, trained: list, **own: float) -> None:
+        """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
+
+        trained: the responses that were trained. own: the script's own metrics. Raises TypeError if one is no
+        number, ValueError if it has the name of one of the log's."""
+        self.lap("update")
+        chosen = set(trained)
+        for group in self.groups:
+            group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
+        metrics = step_metrics(self.groups)
+        for name in self.updates[0] if self.updates else []:
+            metrics[name] = mean(update[name] for update in self.updates)
+        metrics["skipped_updates"] = self.skipped
+        if self.device.type == "cuda":
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+            torch.cuda.reset_peak_memory_stats()
+        self._warn(step, metrics)
+        seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
+        self.seconds_of_step = time.monotonic() - self.began
+        processed = dict(sample=self.sampled, update=sum(len(r.prompt_ids) + len(r.response_ids) for r in trained))
+        speeds = {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
+                  for name, count in processed.items()}
+        metrics |= seconds | {"seconds/step": self.seconds_of_step} | speeds
+        for name, value in own.items():
+            if not isinstance(value, int | float):
+                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
+                                ".item())")
+            if name in metrics:
+                raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
+        self._write(step, metrics | own)
+        if self.bar is not None:
+            self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
+            self.bar.update(1)
+        if self.rank == 0:
+            for group in self.groups:
+                self.append("votes.jsonl", dict(step=step, **vote_record(group)))
+            # the same two problems whenever they come up
+            for group in sorted(self.groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
+                self.append("samples.jsonl", sample_record(step, group))
+        if step == self.first_step < self.total_steps:
+            self._say_how_long(step)
+        self._forget()
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        few = few_answers([response for group in self.groups for response in group["responses"]])
+        if few and not self.warned:
+            say(f"Warning: step {step}: {few}")
+            self.warned = True
+        elif metrics.get("truncated", 0.0) > 0.5 and not few:
+            say(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
+
+    def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
+        """A line of metrics.jsonl and, per benchmark, of evaluations.jsonl: the verdicts of the policy that has
+        made so many steps."""
+        for name, graded in verdicts.items():
+            known = [verdict for verdict in graded if verdict["known"]]
+            self.append("evaluations.jsonl", dict(
+                step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
+                majority=[v["majority"] for v in known]))
+        self.lap("evaluate")
+        self.seconds_of_evaluation = self.seconds.pop("evaluate")
+        self.began += self.seconds_of_evaluation  # the next step's time is without it
+        self._write(step, metrics | {"seconds/evaluate": self.seconds_of_evaluation})
+        self.evaluated.add(step)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the policy that has made so many steps is to be evaluated, and was not before a --resume."""
+        args = self.args
+        due = step == self.total_steps or args.eval_every and step % args.eval_every == 0
+        if step == 0:
+            due = args.machine.eval_start
+        return bool(self.benchmarks and due and step not in self.evaluated)
+
+    def _say_how_long(self, step: int) -> None:
+        """Print how long what is left takes, at the pace of this step and of the last evaluation."""
+        left = range(step + 1, self.total_steps + 1)
+        text = (f"A step takes {self.seconds_of_step:.1f} s: {duration(len(left) * self.seconds_of_step)} for the "
+                f"{len(left)} left")
+        evaluations = sum(map(self.evaluation_is_due, left))
+        if evaluations and self.seconds_of_evaluation:
+            text += f", and {duration(evaluations * self.seconds_of_evaluation)} for {evaluations} evaluations"
+        say(text + ".")
+
+    def finish(self) -> None:
+        """Close what is open; print a table of the evaluations before and after, and what to open next."""
+        if self.rank:
+            return
+        self.bar.close()
+        self.board.close()
+        print(evaluation_table(self.history))
+        print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
+              f"Votes step by step: python -m tools.report {self.path}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))  # 0:02:30
+
+
+def has_evaluation(line: dict) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """A run's metrics, one dict per step: its line of metrics.jsonl and that of its evaluation, together."""
+    steps = {}
+    for line in read_jsonl(Path(folder) / "metrics.jsonl"):
+        steps[line.get("step")] = steps.get(line.get("step"), {}) | line
+    return list(steps.values())
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects in a file's lines; none if there is no file. A killed run may leave half a last line."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def evaluation_table(history: list[dict]) -> str:
+    """The first and the last evaluation side by side; empty without one."""
+    evaluated = [line for line in history if has_evaluation(line)]
+    if not evaluated:
+        return ""
+    before, after = evaluated[0], evaluated[-1]
+    lines = [f"\n{'':34}{'step ' + str(before['step']):>12}{'step ' + str(after['step']):>12}"]
+    for name, value in after.items():
+        if name.startswith("eval/") and not name.endswith("stderr"):
+            lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
+    return "\n".join([*lines, "pass@1: the share of right responses; pass@k: of problems that at least one "
+                      "of k solves; maj@k: of problems where the majority of k is right"])
+
+
+def vote_record(group: dict) -> dict:
+    """One prompt's vote in short, for votes.jsonl.
+
+    problem, answer: its text and gold answer; n: responses; counts: [[answer, votes], ...], most votes
+    first, of an answer its first 40 characters; share: of the majority; gold: the place of the gold answer in
+    counts (null: nobody gave it, or there is none); right: whether the majority is (null: no gold answer);
+    label: right, wrong, none (the script abstained) or given (no gold answer), of several weighted labels the
+    heaviest; trained: responses."""
+    prompt, label, answers = group["prompt"], group["label"], [r.answer for r in group["responses"]]
+    gold, *classes = prompt.classes([prompt.answer, *answers])
+    ranked = Counter(c for c in classes if c is not None).most_common()
+    order = [c for c, _ in ranked]
+    kind = "none"
+    if label:  # it names the script's own classes
+        taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
+        kind = "given" if gold is None else "right" if taken == gold else "wrong"
+    right = None if gold is None else order[:1] == [gold]
+    return dict(problem=prompt.question, answer=prompt.answer, n=len(answers),
+                counts=[[answers[classes.index(c)][:40], votes] for c, votes in ranked],
+                share=round(ranked[0][1] / len(answers), 4) if ranked else 0.0, right=right,
+                gold=order.index(gold) if gold in order else None, label=kind, trained=len(group["trained"]))
+
+
+def sample_record(step: int, group: dict) -> dict:
+    """One prompt's whole vote for samples.jsonl. The texts are the ends of the responses, long ones of the
+    first two."""
+    prompt, responses = group["prompt"], group["responses"]
+    rows = []
+    for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
+        trained = i in group["trained"]
+        rows.append(dict(
+            text=r.text[-2000 if i < 2 else -100:], answer=r.answer, answer_class=c, reward=round(reward, 6),
+            trained=trained, advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
+            finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
+    label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
+    equal = prompt.classes([prompt.answer, *(r.answer for r in responses)])  # gold, then the answers
+    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
+                negatives=group["negatives"], responses=rows)
+
+
+# ------------------------------------------------ what run.json holds ---------------------------------------
+def code_digest(script: Path) -> int:
+    """Hash of a run's script, common.py, engine/ and toy/."""
+    root = Path(__file__).parent.parent
+    files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*"))]
+    return seed_of([file.read_bytes() for file in files if file.is_file()])
+
+
+def describe(args, ranks: int, device) -> dict:
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
+    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
+                          cwd=Path(__file__).parent, capture_output=True, text=True)
+    versions = {package.name: package.version for package in metadata.distributions()}
+    hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
+    return dict(script=script_name(), command=sys.argv, args=flat(args), ranks=ranks,
+                device=hardware, python=platform.python_version(), versions=versions,
+                git=done.stdout.strip(), code=code_digest(Path(sys.argv[0])),
+                started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -1,0 +1,121 @@
+"""Sampling with vLLM, in the trainer's process.
+
+vLLM has an RL API of its own to update weights (LLM.update_weights); it is made for engines in processes of
+their own, and not for the CPU build."""
+
+from __future__ import annotations
+
+import os
+from importlib import util
+
+import torch
+
+from engine.base import Request, Sample
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
+    return util.find_spec("vllm") is not None
+
+
+def uses_vllm(args) -> bool:
+    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
+    auto = args.machine.sampler == "auto" and not args.machine.plain
+    return args.machine.sampler == "vllm" or auto and (args.machine.plan or has_vllm())
+
+
+def vllm_options(args, cuda: bool) -> dict:
+    """vLLM's options for speed and safety, on a GPU or on a CPU."""
+    if cuda:
+        # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
+        # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
+        options = dict(gpu_memory_utilization=args.machine.gpu_memory, enable_sleep_mode=True,
+                       max_num_seqs=256, disable_custom_all_reduce=args.machine.tensor_parallel > 1)
+    else:
+        # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
+        # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
+        options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
+                       max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_new_tokens),
+                       kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
+    if "RANK" in os.environ:  # under torchrun: every rank calls its engine
+        options["distributed_executor_backend"] = "external_launcher"
+    return options
+
+
+class VLLMSampler:
+    """vLLM in the trainer's process, one engine per rank or per --tensor_parallel ranks; CUDA and CPU alike.
+
+    dummy: it starts with random weights and reads no checkpoint; `load` must come before `generate`."""
+
+    def __init__(self, args, model: str, stop_ids: list[int], device, dtype, dummy: bool = False):
+        from vllm import LLM
+        self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
+        length = args.max_prompt_tokens + args.max_new_tokens
+        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+        self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
+                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
+                       trust_remote_code=args.machine.trust_remote_code, load_format="dummy" if dummy else "auto",
+                       tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
+        # the CPU engine replaces set_num_threads with a stub and may change their number
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+
+    def load(self, named_tensors) -> None:
+        """Stream new weights into the engine, not over the disk, then drop what the prefix cache knows.
+
+        Raises RuntimeError if the engine did not take one of its parameters."""
+        if self.asleep:  # first the weights alone: weights, old KV cache and trainer may not fit together
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
+        if missing:
+            raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache, which old weights computed")
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+
+    def sleep(self) -> None:
+        """Give the GPU memory to the update. The weights go, too: the next `load` must send them again."""
+        if self.cuda and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0, top_k: int = 0,
+                 stop: list[str] = (), decode=None) -> list[list[Sample]]:
+        """Responses per request, in one engine call. Temperature 0 is greedy. stop: texts that end one."""
+        from vllm import SamplingParams
+        shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
+                      flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=bool(stop),
+                      stop=list(stop), include_stop_str_in_output=bool(stop))
+        params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **shared) for r in requests]
+        prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
+        groups = []
+        for output in self.llm.generate(prompts, params, use_tqdm=False):
+            groups.append([])
+            for o in output.outputs:
+                logprobs = torch.tensor(o.logprobs.logprobs, dtype=torch.float32)
+                groups[-1].append(Sample(list(o.token_ids), logprobs, finished=o.finish_reason == "stop"))
+        return groups
+
+
+def _load_into_worker(worker, named_tensors) -> set[str]:
+    """Runs inside vLLM's worker; returns the parameters that were not loaded (vLLM itself only warns)."""
+    model, taken = worker.get_model(), set()
+    original = model.load_weights
+
+    def load_weights(weights):
+        taken.update(original(weights))
+        return taken
+
+    model.load_weights = load_weights
+    try:
+        # without an iterator it re-reads the checkpoint
+        worker.reload_weights(weights_iterator=iter(named_tensors))
+    finally:
+        del model.load_weights
+    if worker.device.type == "cpu" and worker.model_config.hf_text_config.tie_word_embeddings:
+        # The CPU build computes a tied head from a packed copy of the embedding that the reload leaves stale.
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    return {name for name, _ in model.named_parameters()} - taken

@@ -1,34 +1,35 @@
 """Everything the six scripts share: problems and responses, options, and the functions that the loop calls.
 
 The scripts read as if there were one process. Under torchrun every rank runs the same script: `sample` shares
-the prompts among the ranks and gathers all responses on every rank, rewards are a deterministic function of the
-whole batch, and `policy.micro_batches` hands each rank its share of the update. One rank and N ranks compute the
-same update. engine/ holds what is only fast or safe.
+the prompts among the ranks and gathers all responses on every rank, rewards are a deterministic function of
+the whole batch, and `policy.micro_batches` hands each rank its share of the update. One rank and N ranks
+compute the same update. engine/ holds what is only fast or safe.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from engine import startup  # first: engine sets what torch reads when it is loaded
 import torch
 import tyro
+from tqdm import tqdm
 
 from engine.answers import answers_equal, equivalence_classes, extract_answer
-from engine.base import Request, UserError, all_gather, gather_shares, rank_and_ranks, say, seed_of, share_of_rank
-from engine.base import write_atomically
-from engine.checkpoint import StopSignal
-from engine.log import Log, read_jsonl
+from engine.base import Request, UserError, all_gather, gather_shares, rank_and_ranks, say, seed_of
+from engine.base import share_of_rank, write_atomically
+from engine.log import read_jsonl
 from engine.metrics import grade, mean, summary
-from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive, PositiveShare, Share
-from engine.policy import Policy, check_batch
+from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
+from engine.options import PositiveShare, Share
+from engine.policy import check_batch
 
 # What scripts and forks call by the name common.X
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY
@@ -102,8 +103,8 @@ class Rollout:
 # ------------------------------------------------------ options ---------------------------------------------
 @dataclass
 class Args:
-    """What a paper's table sets; --help is the manual. A default is the paper's value, of one experiment if these
-    differ, or ours. What no paper sets is in `machine`."""
+    """What a paper's table sets; --help is the manual. A default is the paper's value, of one experiment if
+    these differ, or ours. What no paper sets is in `machine`."""
     model: str = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
     comes as a package (docs/real.md), both with defaults of their own."""
@@ -118,7 +119,7 @@ class Args:
     train_samples: Count = 32
     """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Sampling temperature, also of log-probs and entropies (TTRL 3.1: 0.6, but 1.0 for Qwen2.5-Math; EVOL-RL Table 3: 1.0)."""
+    """Sampling temperature, also of log-probs (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL Table 3: 1.0)."""
     max_new_tokens: Count = 3072
     """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
@@ -149,7 +150,7 @@ class Args:
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (TTRL's released code)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """mixed: every optimizer step has responses of all prompts. by_prompt: prompt by prompt (EVOL-RL Table 3)."""
+    """mixed: an optimizer step has responses of all prompts. by_prompt: one by one (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
     """Ratios are clipped at 1 - clip_low (TTRL's released code) ..."""
     clip_high: NonNegativeOrInf = 0.2
@@ -186,45 +187,9 @@ class Args:
         return {}
 
 
-# -------------------------------------------------- start and end -------------------------------------------
-@dataclass
-class Run:
-    """What `start` hands to a script: the same for the whole run, but for state."""
-    args: Args
-    tokenizer: object
-    problems: list[Problem]
-    benchmarks: dict[str, list[Problem]]
-    total_steps: int
-    policy: Policy | None
-    reference: Policy | None
-    """The frozen initial model; None without a KL term."""
-    sampler: object
-    """VLLMSampler or HFSampler: load, generate, sleep."""
-    log: Log
-    device: torch.device
-    dtype: torch.dtype
-    generate: Callable
-    read_answer: Callable | None
-    answer_keys: Callable | None
-    state: dict = field(default_factory=dict)
-    """What a script wants checkpoints to keep: text as keys, and what else JSON keeps."""
-    stop: StopSignal | None = None
-    sampled: set = field(default_factory=set)
-    """(step, id) of the prompts that were sampled."""
-
-
-def start(args: Args, train: bool = True, answer_keys=None, read_answer=None, generate=None) -> Run:
-    """Refuse bad input, then load models, data and log.
-
-    For forks, the same on all ranks. Another task than mathematics: answer_keys (see Problem), used by votes,
-    metrics and evaluation; read_answer(text, problem) -> the answer in a response, or None. Other sampling, in
-    training and evaluation: generate(run, work, temperature, **options), which may call common.generate."""
-    if bad := args.errors():
-        raise UserError("\n       ".join(bad))
-    make = functools.partial(Problem, answer_keys=answer_keys)
-    handles = startup.start(args, make, exact=answer_keys is not None, train=train)
-    return Run(args, **handles, generate=generate or globals()["generate"], read_answer=read_answer,
-               answer_keys=answer_keys)
+def start(args: Args, **task) -> startup.Run:
+    """Refuse bad input, then load models, data and log. task: what a fork changes, see engine/startup.py."""
+    return startup.start(args, Problem, **task)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------
@@ -237,38 +202,38 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
     return [problems[i] for i in order[position * size:(position + 1) * size]]
 
 
-def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
+def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
            stop: list[str] = ()) -> list[list[Rollout]]:
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
 
-    Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. stop: texts that end a
-    response (kept at its end). Raises ValueError if a prompt.id was sampled in this step already: it would get
-    the same responses again."""
+    Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. stop: texts that
+    end a response (kept at its end). Raises ValueError if a prompt.id was sampled in this step already: it
+    would get the same responses again."""
     args, work = run.args, []
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
         if (step, prompt.id) in run.sampled:
-            raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already; another id "
-                             "has other random numbers")
+            raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
         run.sampled.add((step, prompt.id))
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     run.log.lap("sync")
     mine = share_of_rank(work, args.machine.tensor_parallel)
-    groups = run.generate(run, mine, args.temperature, **(dict(stop=list(stop)) if stop else {}))
+    options = dict(stop=list(stop)) if stop else {}
+    groups = (run.generate or generate)(run, mine, args.temperature, **options)
     groups = gather_shares(groups, args.machine.tensor_parallel)
     run.log.lap("sample")
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups
 
 
-def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
+def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature: float,
              **options) -> list[list[Rollout]]:
     """The responses to this rank's share of the work, in one engine call, with text and answer."""
     if not work:
         return []
     if options.get("stop"):
-        options["decode"] = functools.partial(run.tokenizer.decode, skip_special_tokens=True)
+        options["decode"] = partial(run.tokenizer.decode, skip_special_tokens=True)
     groups = []
     samples = run.sampler.generate([request for _, request in work], temperature, **options)
     for (problem, request), outputs in zip(work, samples):
@@ -280,16 +245,12 @@ def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
     return groups
 
 
-def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
+def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None:
     """Set text and answer from the responses' tokens."""
-    texts = run.tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    for response, text in zip(responses, texts):
-        response.text, response.answer = text, extract_answer(text, choices=problem.choices)
-        if run.read_answer:
-            response.answer = run.read_answer(text, problem)
-            if response.answer is not None and not isinstance(response.answer, str):
-                raise TypeError(f"{run.read_answer} must return text or None (no answer), but returned "
-                                f"{response.answer!r}")
+    for response in responses:
+        response.text = run.tokenizer.decode(response.response_ids, skip_special_tokens=True)
+        read = run.read_answer or (lambda text, problem: extract_answer(text, choices=problem.choices))
+        response.answer = read(response.text, problem)
 
 
 # ------------------------------------------------------- votes ----------------------------------------------
@@ -308,7 +269,7 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
 
 
 def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class, y* of TTRL Eq. 4; ties go to the class seen first; None (no answer) never votes.
+    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes.
 
     >>> majority([None, 1, 0, None, 0, None])
     0
@@ -317,12 +278,11 @@ def majority(classes: list[int | None]) -> int | None:
     return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 
-def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
-    """{problem id: (majority answer, its votes)} from --votes responses of the initial model to every problem.
-    RESTRAIN Eq. 5: c_ref.
+def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
+    """{problem id: (majority answer, its votes)} from --votes responses of the initial model. RESTRAIN Eq. 5.
 
-    About 8,192 responses per rank are sampled in one call and stored, so that a killed run continues. Votes that
-    were stored with other flags are not used (--resume refuses other prompts, weights or another seed)."""
+    (None, 0): no response has an answer. About 8,192 responses per rank are sampled in one call and stored,
+    so that a killed run continues; votes of other flags are sampled anew."""
     args, path = run.args, run.log.path / "initial_votes.jsonl"
     flags = [args.votes, args.temperature, args.max_new_tokens]
     stored = all_gather(read_jsonl(path) if rank_and_ranks()[0] == 0 else [])[0]
@@ -331,52 +291,44 @@ def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | 
     if todo:
         run.sampler.load(run.policy.named_tensors())
     size = prompts_per_call or rank_and_ranks()[1] * max(1, 8192 // args.votes)
-    with run.stop.at_once(0):
-        for first in range(0, len(todo), size):
-            part = todo[first:first + size]
-            say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-            for problem, responses in zip(part, sample(run, 0, part, args.votes)):
-                votes[problem.id] = count_votes(problem, responses)
-            records = [dict(flags=flags, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
-            if rank_and_ranks()[0] == 0:
-                write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+    for first in range(0, len(todo), size):
+        part = todo[first:first + size]
+        say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
+        for problem, responses in zip(part, sample(run, 0, part, args.votes)):
+            classes = answer_classes(problem, responses)
+            winner = majority(classes)
+            answer = responses[classes.index(winner)].answer  # None if there is none
+            votes[problem.id] = answer, 0 if winner is None else classes.count(winner)
+        records = [dict(flags=flags, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
+        if rank_and_ranks()[0] == 0:
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     run.sampler.sleep()
     return votes
-
-
-def count_votes(problem: Problem, responses: list[Rollout]) -> tuple[str | None, int]:
-    """(majority answer, its votes); (None, 0) without any answer."""
-    classes = problem.classes([r.answer for r in responses])
-    winner = majority(classes)
-    return (None, 0) if winner is None else (responses[classes.index(winner)].answer, classes.count(winner))
 
 
 # ------------------------------------------------------ the update ------------------------------------------
 def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
     """--train_samples of the indices 0 to n - 1 at random, in order; seeded by (seed, step, prompt.id)."""
-    if args.train_samples >= n:
-        return list(range(n))
-    seed = seed_of(args.seed, "subset", step, prompt.id)
-    return sorted(random.Random(seed).sample(range(n), args.train_samples))
+    draw = random.Random(seed_of(args.seed, "subset", step, prompt.id))
+    return sorted(draw.sample(range(n), min(n, args.train_samples)))
 
 
-def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
-    """Compare the sampler's log-probs of the tokens it sampled with the trainer's own (old_logp); the metrics.
+def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
+    """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    Stale weights, a stale prefix cache, a wrong temperature all show here. Stops the run: in float32 if any
-    token differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above 0.05 it
-    warns)."""
+    Stale weights, a stale prefix cache, a wrong temperature show here. They stop the run: in float32 if a token
+    differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above 0.05 it warns)."""
     differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
     difference = torch.cat([torch.zeros(0), *differences])
-    difference = difference[torch.isfinite(difference)]
+    difference = difference[difference.isfinite()]
     largest = max(all_gather(float(difference.max()) if len(difference) else 0.0))
     average = max(all_gather(float(difference.mean()) if len(difference) else 0.0))
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
     if average > 0.5 or exact and largest > allowed:
-        raise UserError(f"the sampler does not run the current policy: its log-probs differ from the trainer's "
-                        f"by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff {allowed}); its "
-                        "weights or its prefix cache are stale, or tokens that the model did not write have no "
-                        "mask 0.")
+        raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
+                        f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
+                        f"{allowed}); its weights or its prefix cache are stale, or tokens that the model "
+                        "did not write have no mask 0.")
     if not exact and average > 0.05:
         say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     run.log.lap("score")
@@ -405,7 +357,7 @@ def learning_rate(args: Args, step: int, total_steps: int) -> float:
 
 
 # ----------------------------------------------------- evaluation -------------------------------------------
-def evaluate(run: Run, step: int) -> None:
+def evaluate(run: startup.Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
     if step == 0:
         say(f"Evaluating the initial model on {', '.join(run.benchmarks)} ...")
@@ -424,13 +376,13 @@ def evaluate(run: Run, step: int) -> None:
     run.log.evaluation(step, metrics, verdicts)
 
 
-def evaluate_benchmark(run: Run, name: str, problems: list[Problem],
+def evaluate_benchmark(run: startup.Run, name: str, problems: list[Problem],
                        greedy: bool = False) -> list[tuple[dict, list[Rollout]]]:
     """(verdicts, responses) of every problem, in order, on all ranks; each samples and grades a share.
 
     An overlong problem has no prompt: its responses are empty, so they count as wrong."""
-    from tqdm import tqdm
     args, graded = run.args, []
+    options = dict(top_p=run.args.eval_top_p, top_k=run.args.eval_top_k)
     temperature = 0.0 if greedy else args.eval_temperature
     samples = args.eval_samples if temperature else 1
     size = max(1, 4096 // samples)  # problems per engine call
@@ -441,10 +393,10 @@ def evaluate_benchmark(run: Run, name: str, problems: list[Problem],
         for p in part:
             seed = seed_of(args.seed, "eval", name, p.id)
             work += [(p, Request(p.prompt_ids, samples, seed, args.max_new_tokens))] if p.prompt_ids else []
-        sampled = iter(run.generate(run, work, temperature, top_p=args.eval_top_p, top_k=args.eval_top_k))
+        groups = iter((run.generate or generate)(run, work, temperature, **options))
         for p in part:
-            empty = [Rollout([], [], torch.zeros(0), False) for _ in range(samples)]
-            group = next(sampled) if p.prompt_ids else empty
+            empty = [Rollout([], [], torch.zeros(0), False)] * samples
+            group = next(groups) if p.prompt_ids else empty
             graded.append((grade(p, group), group))
         bar.update(len(part))
     bar.close()

@@ -100,10 +100,10 @@ class Args(common.Args):
     """Section 3.1: top-k 20, with temperature 0.6 and top-p 0.95."""
 
     def errors(self):
-        weights = (self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da, self.lambda_s)
-        if not any(weights):
-            return ["--lambda_q, --lambda_dq, --lambda_da and --lambda_s are 0 or off, so every advantage is 0; "
-                    "give one of them a weight."]
+        of_questions = self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da
+        if not any(of_questions) and not self.lambda_s:
+            return ["--lambda_q, --lambda_dq, --lambda_da and --lambda_s are all 0 or off, but one must be "
+                    "larger: else every advantage is 0."]
         return super().errors()
 
     def own_prompts(self, tokenizer):
@@ -370,7 +370,7 @@ def main(args: Args) -> None:
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 loss_T = pg_T - args.entropy_coef * entropy_T
                 # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
-                question_T = micro.per_token([response in questions for response in micro.responses])  # 1 or 0
+                question_T = micro.per_token([response in questions for response in micro.responses])  # 1, 0
                 part_T = question_T * n_questions + (1 - question_T) * max(1, len(minibatch) - n_questions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch

@@ -179,7 +179,8 @@ def graft(trunk: Rollout, position: int, branch: Rollout) -> Rollout:
                    torch.cat([trunk.sampler_logp[:position], branch.sampler_logp]), branch.finished)
 
 
-def tree_rollouts(run, step: int, prompts: list[Problem], args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
+def tree_rollouts(run, step: int, prompts: list[Problem],
+                  args: Args) -> tuple[list[list[Rollout]], dict[str, float]]:
     """(the leaves of every prompt, trunks first; what they cost), in two engine calls. ETTRL Algorithm 1."""
     groups = common.sample(run, step, prompts, args.trunks)
     forks = choose_forks(run, groups, args)

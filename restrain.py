@@ -61,8 +61,8 @@ class Args(common.Args):
 
     def errors(self):
         if self.kappa > self.votes:
-            return [f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: a larger "
-                    "one penalises every prompt."]
+            return [f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: a "
+                    "larger one penalises every prompt."]
         return super().errors()
 
 

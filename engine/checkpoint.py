@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say, write_atomically
+from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say
+from engine.base import write_atomically
 from engine.options import leave
 
 
@@ -139,14 +140,14 @@ def restore(run, optimizer) -> int:
         say(f"All {run.total_steps} steps are done; a larger --steps continues.")
     else:
         say(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
-            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time estimate "
-            "follows after the first one.")
+            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time "
+            "estimate follows after the first one.")
     return done
 
 
 def save_when_due(run, step: int, optimizer) -> None:
-    """Write a checkpoint: every --checkpoint_every steps, after the last one, before an evaluation, and when a
-    signal came, which then ends the run.
+    """Write a checkpoint: every --checkpoint_every steps, after the last one, before an evaluation, and when
+    a signal came, which then ends the run.
 
     Raises ValueError if run.state holds what JSON does not keep."""
     try:
@@ -170,7 +171,7 @@ def save_when_due(run, step: int, optimizer) -> None:
 class StopSignal:
     """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
 
-    A second one ends the process at once; so does the first in an evaluation, if nothing unsaved would be lost."""
+    A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
 
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
@@ -183,12 +184,12 @@ class StopSignal:
         if self.number or self.idle:
             self._leave(number)
         self.number = number
-        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: leave "
-                    "at once)")
+        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: "
+                    "leave at once)")
 
     @contextlib.contextmanager
     def at_once(self, step: int):
-        """While this lasts, a signal ends the process at once, unless steps since the last checkpoint are unsaved."""
+        """While this lasts, a signal ends the process at once, if the checkpoint of this step is written."""
         self.idle = step == self.saved
         if self.idle and self.number:  # it came since the loop last looked
             self._leave(self.number)
@@ -196,7 +197,8 @@ class StopSignal:
         self.idle = False
 
     def _leave(self, number: int) -> None:
-        self._print(f"Stopped by {signal.Signals(number).name}; continue with --resume --out {self.run_folder}")
+        name = signal.Signals(number).name
+        self._print(f"Stopped by {name}; continue with --resume --out {self.run_folder}")
         leave(128 + number)
 
     def _print(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A run's folder and what is written into it: run.json, metrics, votes, samples, TensorBoard, progress bar."""
+"""A run's folder and what is written there: run.json, metrics, votes, samples, TensorBoard, progress bar."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ class Log:
         if self.rank == 0:
             self.history = self._keep_lines("metrics.jsonl", done)
             evaluated = [line["step"] for line in self.history if has_evaluation(line)]
-            for name, steps in (("samples.jsonl", done), ("votes.jsonl", done), ("evaluations.jsonl", evaluated)):
-                self._keep_lines(name, steps)
+            self._keep_lines("evaluations.jsonl", evaluated)
+            for name in ("samples.jsonl", "votes.jsonl"):
+                self._keep_lines(name, done)
             self._open_boards()
         self.history = all_gather(self.history)[0]
         self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
@@ -125,7 +126,8 @@ class Log:
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=flat(self.args), sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
-        self.bar = tqdm(total=self.total_steps, initial=self.first_step - 1, desc=script_name(), dynamic_ncols=True)
+        self.bar = tqdm(total=self.total_steps, initial=self.first_step - 1, desc=script_name(),
+                        dynamic_ncols=True)
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
         path = self.path / name
@@ -142,8 +144,8 @@ class Log:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
         except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues from "
-                            "the last checkpoint.") from None
+            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues "
+                            "from the last checkpoint.") from None
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
@@ -168,8 +170,8 @@ class Log:
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
         Raises ValueError if there is not one class and one finite reward per response."""
-        n, is_tensor = len(responses), isinstance(rewards, torch.Tensor)
-        if not is_tensor or rewards.shape != (n,) or not (rewards.is_floating_point() and rewards.isfinite().all()):
+        n, is_float = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
+        if not is_float or rewards.shape != (n,) or not rewards.isfinite().all():
             raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
                              f"{repr(rewards)[:80]}")
         of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
@@ -226,9 +228,9 @@ class Log:
         self._warn(step, metrics)
         seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
         self.seconds_of_step = time.monotonic() - self.began
-        processed = dict(sample=self.sampled, update=sum(len(r.prompt_ids) + len(r.response_ids) for r in trained))
+        updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
         speeds = {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
-                  for name, count in processed.items()}
+                  for name, count in dict(sample=self.sampled, update=updated).items()}
         metrics |= seconds | {"seconds/step": self.seconds_of_step} | speeds
         for name, value in own.items():
             if not isinstance(value, int | float):
@@ -244,7 +246,8 @@ class Log:
             for group in self.groups:
                 self.append("votes.jsonl", dict(step=step, **vote_record(group)))
             # the same two problems whenever they come up
-            for group in sorted(self.groups, key=lambda group: seed_of("watch", group["prompt"].question))[:2]:
+            self.groups.sort(key=lambda group: seed_of("watch", group["prompt"].question))
+            for group in self.groups[:2]:
                 self.append("samples.jsonl", sample_record(step, group))
         if step == self.first_step < self.total_steps:
             self._say_how_long(step)
@@ -259,8 +262,8 @@ class Log:
             say(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
-        """A line of metrics.jsonl and, per benchmark, of evaluations.jsonl: the verdicts of the policy that has
-        made so many steps."""
+        """Write scores and verdicts of the policy that has made so many steps: a line of
+        metrics.jsonl and one per benchmark of evaluations.jsonl."""
         for name, graded in verdicts.items():
             known = [verdict for verdict in graded if verdict["known"]]
             self.append("evaluations.jsonl", dict(
@@ -273,7 +276,7 @@ class Log:
         self.evaluated.add(step)
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the policy that has made so many steps is to be evaluated, and was not before a --resume."""
+        """Whether the policy that has made so many steps is still to be evaluated."""
         args = self.args
         due = step == self.total_steps or args.eval_every and step % args.eval_every == 0
         if step == 0:
@@ -283,11 +286,11 @@ class Log:
     def _say_how_long(self, step: int) -> None:
         """Print how long what is left takes, at the pace of this step and of the last evaluation."""
         left = range(step + 1, self.total_steps + 1)
-        text = (f"A step takes {self.seconds_of_step:.1f} s: {duration(len(left) * self.seconds_of_step)} for the "
-                f"{len(left)} left")
         evaluations = sum(map(self.evaluation_is_due, left))
-        if evaluations and self.seconds_of_evaluation:
-            text += f", and {duration(evaluations * self.seconds_of_evaluation)} for {evaluations} evaluations"
+        training, evaluating = len(left) * self.seconds_of_step, evaluations * self.seconds_of_evaluation
+        text = f"A step takes {self.seconds_of_step:.1f} s: {duration(training)} for the {len(left)} left"
+        if evaluating:
+            text += f", and {duration(evaluating)} for {evaluations} evaluations"
         say(text + ".")
 
     def finish(self) -> None:

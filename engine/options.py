@@ -71,8 +71,8 @@ class Machine:
     resume: bool = False
     """Continue from the latest good checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
-    """Steps between checkpoints, which are also written before an evaluation and on SIGTERM or Ctrl-C (torchrun
-    kills after 30 s, or its own --shutdown-timeout). 0: only on a signal; the final model is always saved."""
+    """Steps between checkpoints. One is also written before an evaluation, and on SIGTERM or Ctrl-C after the
+    step (torchrun kills after 30 s: give it a longer --shutdown-timeout). 0: only on a signal."""
     keep: Count = 2
     """Checkpoints kept."""
     max_bad_steps: Count = 5
@@ -101,8 +101,11 @@ def out_of_range(args) -> list[str]:
         values = {name: vars(v) if isinstance(v, Machine) else v for name, v in vars(args).items()}
         TypeAdapter(type(args)).validate_python(values)
     except ValidationError as error:
-        return [f"--{e['loc'][e['loc'][0] == 'machine']} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}."
-                for e in error.errors()]
+        bad = []
+        for e in error.errors():
+            name = e["loc"][1 if e["loc"][0] == "machine" else 0]
+            bad.append(f"--{name} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}.")
+        return bad
     return []
 
 
@@ -118,7 +121,7 @@ def parse(args_class: type, toy: dict, smollm2: dict):
     if overrides:
         args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
     if overrides and rank_and_ranks()[0] == 0:
-        which = f"--model {args.model} runs" if args.model else "No --model given, so this runs the built-in toy"
+        which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
         given = flat(args) if hasattr(args, "machine") else vars(args)
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
         print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
@@ -159,7 +162,8 @@ def parse_resumed(args_class: type, args, description: str):
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
         if name == "seed":
-            raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new run.")
+            raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new "
+                            "run.")
         if rank_and_ranks()[0] == 0:
             jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
             print(f"Resuming with another --{name}: {value} (was {was}){jump}", flush=True)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
-from engine.base import UserError, all_gather, distributed, first_line, rank_and_ranks
+from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
@@ -130,8 +130,8 @@ class Policy:
     def logprobs(self, micro: MicroBatch, temperature: float, statistics=()) -> tuple[torch.Tensor, ...]:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
-        The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the mask
-        is 0. Statistics follow, see `score`."""
+        The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the
+        mask is 0. Statistics follow, see `score`."""
         inputs, predict_from = self.head.rows(micro.responses)
         inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
         targets = torch.tensor([t for r in micro.responses for t in r.response_ids], device=self.device)
@@ -181,16 +181,22 @@ class Policy:
         return [tuple(values_of[i]) for i in range(len(responses))]
 
     def named_tensors(self):
-        """(name, full tensor in the compute type) of every parameter, a tied one once. A collective: the ranks
-        give each other their shards, after the cast."""
+        """(name, full tensor in the compute type) of every parameter, a tied one once. A collective: the
+        ranks give each other their shards, after the cast."""
         for name, parameter in self.model.named_parameters():
             tensor = parameter.detach().to(self.device, self.dtype)
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield name, tensor
 
     def save(self, folder: Path, tokenizer) -> None:
-        """Hugging Face format, in the compute type, loadable by from_pretrained; written to one side and
-        renamed. The ranks gather the tensors, and rank 0 collects them in host memory."""
+        """Write the model in Hugging Face format, in the compute type, to one side, and rename it.
+
+        Raises UserError, on all ranks, if it cannot be written."""
+        on_all_ranks(lambda: self._save(folder, tokenizer), lambda reason: (
+            f"the final model could not be written to {folder} ({reason}); --resume writes it again."))
+
+    def _save(self, folder: Path, tokenizer) -> None:
+        """The ranks gather the tensors, and rank 0 collects them in host memory."""
         state = {}
         for name, tensor in self.named_tensors():
             if self.rank == 0:
@@ -211,8 +217,8 @@ class Policy:
 
 
 # ------------------------------------------------ what ranks must share -------------------------------------
-DIFFERENT = ("the ranks have different {}: every rank must compute the same, from all responses, without its rank, "
-             "process id, clock or own random numbers")
+DIFFERENT = ("the ranks have different {}: every rank must compute the same, from all responses, without its "
+             "rank, process id, clock or own random numbers")
 
 
 def same_responses(responses: list) -> None:

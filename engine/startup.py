@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,10 +33,11 @@ def errors(args) -> list[str]:
         return bad
     responses, least = args.responses_per_prompt(), args.LEAST_TRAINED
     if responses < 2:
-        bad.append(f"the responses per prompt are {responses}, but must be at least 2: their advantages compare them.")
+        bad.append(f"the responses per prompt are {responses}, but must be at least 2: an advantage compares "
+                   "them.")
     elif not least <= args.train_samples <= responses:
-        bad.append(f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
-                   "the responses per prompt.")
+        bad.append(f"--train_samples is {args.train_samples}, but must be at least {least} and at most "
+                   f"{responses}, the responses per prompt.")
     sequences = args.prompts_per_batch * args.train_samples
     if args.num_minibatches > sequences:
         bad.append(f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the "
@@ -61,8 +65,8 @@ def machine_errors(args) -> list[str]:
     for flag, value in (("--temperature", args.temperature),
                         ("--eval_temperature (evaluate.py: --temperature)", args.eval_temperature)):
         if uses_vllm(args) and 0 < value < 0.01:
-            bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; give a "
-                       "larger one or --sampler hf.")
+            bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; "
+                       "give a larger one or --sampler hf.")
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     if old and args.machine.dtype != "float32" and not args.machine.plan:
         bad.append(f"--dtype is '{args.machine.dtype}', but must be float32: this GPU has no bfloat16.")
@@ -87,8 +91,8 @@ def read_config(path: str, args):
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
     if text.num_attention_heads % args.machine.tensor_parallel:
-        raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention heads "
-                        f"of {path}, {text.num_attention_heads}.")
+        raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention "
+                        f"heads of {path}, {text.num_attention_heads}.")
     return config
 
 
@@ -204,9 +208,37 @@ def start_processes(bf16: bool = False) -> torch.device:
 
 
 # --------------------------------------------------- the start ----------------------------------------------
-def start(args, make, exact: bool = False, train: bool = True) -> dict:
-    """The handles of a run, by their names in common.Run. Flags, model and data are refused before any weights
-    are loaded. make, exact: see `load_problems`. Not train: for an evaluation, without a policy."""
+@dataclass
+class Run:
+    """The handles of a run. Only `state` changes: what a script wants checkpoints to keep, as JSON."""
+    args: object
+    tokenizer: object
+    problems: list
+    benchmarks: dict[str, list]
+    total_steps: int
+    policy: Policy | None
+    reference: Policy | None  # the frozen initial model; None without a KL term
+    sampler: HFSampler | VLLMSampler
+    log: Log
+    device: torch.device
+    dtype: torch.dtype
+    answer_keys: Callable | None
+    read_answer: Callable | None
+    generate: Callable | None
+    state: dict = field(default_factory=dict)
+    stop: object = None  # the StopSignal that `restore` installs
+    sampled: set = field(default_factory=set)  # (step, prompt.id)
+
+
+def start(args, make, train: bool = True, answer_keys=None, read_answer=None, generate=None) -> Run:
+    """Refuse bad flags, model and data, then load weights. make: common.Problem. train: False to evaluate.
+
+    For forks, the same on all ranks. Another task than mathematics: answer_keys (see Problem), used by votes,
+    metrics and evaluation; read_answer(text, problem) -> the answer in a response, or None. Other
+    sampling, in training and evaluation: generate(run, work, temperature, **options), which may call
+    common.generate."""
+    if bad := args.errors():
+        raise UserError("\n       ".join(bad))
     machine = args.machine
     torch.manual_seed(args.seed)
     if args.model in ("", "toy"):
@@ -216,7 +248,8 @@ def start(args, make, exact: bool = False, train: bool = True) -> dict:
     if machine.plan:
         check_plan(args, config)  # prints it and exits
     tokenizer, stop_ids = read_tokenizer(path, config, args)
-    problems, benchmarks = read_data(make, args, tokenizer, train, exact)
+    make = partial(make, answer_keys=answer_keys)
+    problems, benchmarks = read_data(make, args, tokenizer, train, exact=answer_keys is not None)
     if machine.show_prompt:
         print_prompts(args, tokenizer, problems, benchmarks)
     total_steps = count_steps(args, problems, tokenizer) if train else 0
@@ -230,19 +263,20 @@ def start(args, make, exact: bool = False, train: bool = True) -> dict:
     machine.micro_tokens = machine.micro_tokens or 16384
     same_on_all_ranks({f"--{name}": value for name, value in flat(args).items()})
     log = Log(args, device, identity(problems, benchmarks, stop_ids))
-    say(f"{path}: {'vllm' if uses_vllm(args) else 'hf'} sampler, {str(dtype)[6:]} compute, "
+    vllm = uses_vllm(args)
+    say(f"{path}: {'vllm' if vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
         f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     policy = reference = None
     if train:
         policy, reference = load_policies(args, path, device, dtype, log)
-    if uses_vllm(args):
+    if vllm:
         say("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(args, path, stop_ids, device, dtype, dummy=train)
     else:
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
     torch.manual_seed(args.seed)  # building a vLLM engine re-seeds the process
-    return dict(tokenizer=tokenizer, problems=problems, benchmarks=benchmarks, total_steps=total_steps,
-                policy=policy, reference=reference, sampler=sampler, log=log, device=device, dtype=dtype)
+    return Run(args, tokenizer, problems, benchmarks, total_steps, policy, reference, sampler, log, device,
+               dtype, answer_keys, read_answer, generate)
 
 
 def count_steps(args, problems: list, tokenizer) -> int:
@@ -281,6 +315,6 @@ def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -
 
 
 def weights_digest(model) -> int:
-    """Hash of the first 256 values of every parameter. It identifies the weights in whatever folder or file."""
+    """Hash of the first 256 values of every parameter: it identifies the weights in any folder or file."""
     parameters = model.named_parameters()
     return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])

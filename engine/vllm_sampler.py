@@ -54,7 +54,8 @@ class VLLMSampler:
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                       trust_remote_code=args.machine.trust_remote_code, load_format="dummy" if dummy else "auto",
+                       trust_remote_code=args.machine.trust_remote_code,
+                       load_format="dummy" if dummy else "auto",
                        tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads

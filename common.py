@@ -21,7 +21,6 @@ from engine import startup  # first: engine sets what torch reads when it is loa
 import torch
 import tyro
 from tqdm import tqdm
-
 from engine.answers import answers_equal, equivalence_classes, extract_answer
 from engine.base import Request, UserError, all_gather, gather_shares, rank_and_ranks, say, seed_of
 from engine.base import share_of_rank, write_atomically
@@ -34,7 +33,6 @@ from engine.policy import check_batch
 # What scripts and forks call by the name common.X
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
-from engine.data import encode_alone as encode_alone, encode_prompt as encode_prompt
 from engine.options import Finite as Finite, launch as launch
 
 
@@ -316,8 +314,8 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
 def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    Stale weights, a stale prefix cache, a wrong temperature show here. They stop the run: in float32 if a token
-    differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (above 0.05 it warns)."""
+    Stale weights, a stale prefix cache, a wrong temperature show here, and stop the run: in float32 if a token
+    differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
     differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
     difference = torch.cat([torch.zeros(0), *differences])
     difference = difference[difference.isfinite()]
@@ -370,8 +368,7 @@ def evaluate(run: startup.Run, step: int) -> None:
             if run.args.eval_greedy:
                 greedy = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
                 metrics[f"eval/{name}/greedy"] = summary(greedy).get("pass@1", math.nan)
-    rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
-    if len(rates) > 1:
+    if len(rates := [value for name, value in metrics.items() if name.endswith("/pass@1")]) > 1:
         metrics["eval/mean/pass@1"] = mean(rates)
     run.log.evaluation(step, metrics, verdicts)
 

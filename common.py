@@ -314,8 +314,8 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
 def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    Stale weights or prefix caches, a wrong temperature show here and stop the run: in float32 if a token differs
-    by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
+    Stale weights or prefix caches, a wrong temperature show here and stop the run: in float32 if a token
+    differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
     differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
     difference = torch.cat([torch.zeros(0), *differences])
     difference = difference[difference.isfinite()]

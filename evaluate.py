@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, gather, write_atomically
+from engine.base import UserError, all_gather, rank_and_ranks, say, write_atomically
+from engine.builtin import SMOLLM2
 from engine.formulas import given_up
-from engine.metrics import mean, summary
-from engine.options import out_of_range
-from engine.smollm2 import SMOLLM2
+from engine.metrics import few_answers, mean, summary
+from engine.options import out_of_range, with_values
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")
@@ -46,6 +46,7 @@ PRESETS = {
     "smollm2": dict(SIXTEEN, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"],
                     max_prompt_tokens=192, sampler="hf")}
 TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy")
+REAL = dict(benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")
 
 
 @dataclass
@@ -59,11 +60,11 @@ class Args:
     samples: common.Count | None = None
     """Responses per problem."""
     temperature: common.NonNegative | None = None
-    """Of these responses; 0: greedy, with one of them."""
+    """Sampling temperature; 0: greedy, with one response."""
     top_p: common.PositiveShare | None = None
-    """They are drawn from the smallest set of tokens with this probability; 1: from all."""
+    """Top-p sampling; 1 turns it off."""
     top_k: common.CountOrZero | None = None
-    """They are drawn from so many of the likeliest tokens; 0: from all."""
+    """Top-k sampling; 0 turns it off."""
     max_new_tokens: common.Count | None = None
     """Length limit of a response."""
     prompt: str | None = None
@@ -94,7 +95,7 @@ class Args:
     """Folder for results.json; empty: runs/evaluate-<time>-<process>."""
 
     def run_args(self) -> common.Args:
-        """What common.Run needs of it. Raises UserError if an option is out of its range."""
+        """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""
         if bad := out_of_range(self):
             raise UserError("\n".join(bad))
         chosen = dict(PRESETS[self.preset])
@@ -106,40 +107,40 @@ class Args:
             options[name] = chosen.pop(name)
         options |= {f"eval_{name}": value for name, value in chosen.items()}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
-        return common.Args(**options, model=trained_model(self.model), eval=self.benchmarks)
+        options |= dict(model=trained_model(self.model), eval=self.benchmarks)
+        return with_values(common.Args, options)
 
 
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
     """Scores by benchmark, and of several the mean of their pass@1, as "mean".
 
-    task: what a script of one's own gives common.Run: same_answer, read_answer, generate."""
+    task: what a script of one's own gives common.start: answer_keys, read_answer, generate."""
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
-    run = common.Run(args.run_args(), train=False, **task)
-    results, warnings = {}, []
+    run = common.start(args.run_args(), train=False, **task)
+    results, warnings, model = {}, [], args.model or "the toy"
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
-    run.say(f"Evaluating {args.model or run.model_path} ...")
+    say(f"Evaluating {model} ...")
     if is_checkpoint(args.model):
         run.sampler.load(weights_in(args.model, run.device, run.dtype))
     for name, problems in run.benchmarks.items():
-        graded = run.evaluate_benchmark(name, problems)
+        graded = common.evaluate_benchmark(run, name, problems)
         results[name] = summary([verdicts for verdicts, _ in graded])
-        if few := run.few_answers([response for _, group in graded for response in group]):
+        if few := few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
-        if args.save_generations and run.rank == 0:
-            save_generations(run, name, problems, graded)
-    if late := len(set().union(*gather(given_up))):
+        if args.save_generations:
+            save_generations(run.log, name, problems, graded)
+    if late := len(set().union(*all_gather(given_up))):
         warnings.append(f"Warning: {late} formulas took more than a second each; they were compared as text.")
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
-    if run.rank == 0:  # saved before it is printed: a closed pipe costs nothing
-        record = json.loads((run.out / "run.json").read_text())
-        record |= dict(model=args.model or run.model_path, results=results)
-        write_atomically(run.out / "results.json", json.dumps(record, indent=1))
+    if rank_and_ranks()[0] == 0:  # saved before it is printed: a closed pipe costs nothing
+        record = json.loads((run.log.path / "run.json").read_text()) | dict(model=model, results=results)
+        write_atomically(run.log.path / "results.json", json.dumps(record, indent=1))
         print("\n".join([table(results), *warnings]))
-        print(f"\n{run.out / 'results.json'}")
+        print(f"\n{run.log.path / 'results.json'}")
     return results
 
 
@@ -172,11 +173,11 @@ def weights_in(checkpoint: str, device, dtype):
             yield name, weight[name].to(device, dtype)
 
 
-def save_generations(run, name: str, problems: list, graded: list) -> None:
+def save_generations(log, name: str, problems: list, graded: list) -> None:
     """Every response with its verdict, one line each."""
     for problem, (verdicts, responses) in zip(problems, graded):
         for response, correct, c in zip(responses, verdicts["correct"], verdicts["classes"]):
-            run.folder.append("generations.jsonl", dict(
+            log.append("generations.jsonl", dict(
                 benchmark=name, problem=problem.question, gold=problem.answer, response=response.text,
                 answer=response.answer, answer_class=c, correct=correct, finished=response.finished))
 
@@ -200,4 +201,4 @@ def cell(metric: str, row: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, TOY)
+    common.launch(main, Args, toy=TOY, smollm2=REAL)

@@ -231,8 +231,6 @@ def main(args: Args) -> None:
                 minus_T = micro.per_token([response.minus for response in micro.responses])
                 pg_T = -restrain_surrogate(ratio_T, clipped_T, plus_T, minus_T)
                 loss_T = pg_T - args.entropy_coef * entropy_T
-                # Eq. 6: u, the prompt's weight, scales the KL term, too
-                loss_T = micro.per_token([response.weight for response in micro.responses]) * loss_T
                 # GRPO: the mean over a response's tokens, then over the minibatch's responses, of all ranks.
                 weight_T = micro.mask_T / (micro.length_T * len(minibatch))
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
@@ -242,6 +240,8 @@ def main(args: Args) -> None:
                     kl_T = d_T.exp() - d_T - 1  # k3, never negative
                     loss_T = loss_T + args.kl_coef * kl_T
                     log.tokens(weight_T, kl=kl_T)
+                # Eq. 6: u, the prompt's weight, scales the KL term, too
+                loss_T = micro.per_token([response.weight for response in micro.responses]) * loss_T
                 loss = (loss_T * weight_T).sum()
                 loss.backward()  # gradients add up over micro-batches and ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)

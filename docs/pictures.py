@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
+from engine.answers import equivalence_classes
 import torch
 import dynamic_rl
 import ettrl
@@ -71,7 +71,7 @@ def vote(axis: Axes) -> None:
     votes, gold = {"42": 7, "36": 4, "40": 2, "12": 1, "7": 1, None: 1}, "36"
     entropy = {"42": 0.3, "36": 0.3, "40": 0.4, "12": 0.9, "7": 0.2, None: 0.9}
     answers = sum(([answer] * count for answer, count in votes.items()), [])
-    classes = common.equivalence_classes(answers)
+    classes = equivalence_classes(answers)
     positive, negatives = scrl.pseudo_labels(classes, [entropy[answer] for answer in answers])
     advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(classes))
     for place, (answer, count) in enumerate(votes.items()):

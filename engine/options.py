@@ -110,14 +110,14 @@ def out_of_range(args) -> list[str]:
 
 
 # ---------------------------------------------------- command line ------------------------------------------
-def parse(args_class: type, toy: dict, smollm2: dict):
+def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
     args = read_flags(args_class, description=description)  # --help ends here, with the paper's values
     if getattr(getattr(args, "machine", None), "resume", False):
         return parse_resumed(args_class, args, description)
-    overrides = {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(args.model or "", {})
+    overrides = defaults_of(args.model, toy, smollm2)
     if overrides:
         args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
     if overrides and rank_and_ranks()[0] == 0:
@@ -126,6 +126,11 @@ def parse(args_class: type, toy: dict, smollm2: dict):
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
         print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
     return args
+
+
+def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
+    """What replaces the paper's values for a model; for all but the built-in ones nothing."""
+    return {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(model, {})
 
 
 def read_flags(args_class: type, **options):

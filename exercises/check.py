@@ -27,16 +27,17 @@ def solution(script: str, name: str):
     text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
     if name == "k3":
         lines = [line.strip() for line in text.splitlines() if line.strip().startswith(("d_T =", "kl_T ="))]
-        text = "\n    ".join(["def k3(logp_T, ref_logp_T, reference=True):",
+        text = "\n    ".join(["def k3(logp_T, ref_logp_T):",
                               "micro = SimpleNamespace(ref_logp_T=ref_logp_T)", *lines, "return kl_T"])
     future, *rest = ast.parse("from __future__ import annotations\n" + text).body  # these name absent classes
-    rest += [node for node in ast.parse((ROOT / "engine/metrics.py").read_text(encoding="utf-8")).body
+    rest += [node for node in ast.parse((ROOT / "common.py").read_text(encoding="utf-8")).body
              if getattr(node, "name", "") == "majority"]
     functions = [node for node in rest if isinstance(node, ast.FunctionDef)]
     names = dict(math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)
     if name != "pseudo_labels":  # which needs no tensors, and no second for this import
         names["torch"] = importlib.import_module("torch")
     exec(compile(ast.Module([future, *functions], []), script, "exec"), names)
+    names["common"] = SimpleNamespace(majority=names["majority"])
     return names[name]
 
 

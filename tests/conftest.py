@@ -26,8 +26,11 @@ import pytest
 import torch
 
 import common
-from engine import options
-from engine.policy import Policy, Rollout, load_model
+from common import Rollout
+from engine import builtin, options
+from engine.base import Sample
+from engine.log import read_metrics
+from engine.policy import Policy, load_model
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -69,18 +72,23 @@ def patch(name: str, base: Path, path: Path) -> None:
 # ------------------------------------------------- toy runs ------------------------------------------------
 @functools.cache
 def toy_of(module) -> dict:
-    """The toy's overrides that a script gives to common.launch in its last line."""
+    """The toy's defaults that a script gives to common.launch in its last line."""
+    return launched_with(module).get("toy", common.TOY)
+
+
+@functools.cache
+def launched_with(module) -> dict:
     with mock.patch.object(common, "launch") as launch:
         runpy.run_path(module.__file__, run_name="__main__")
-    _, args_class, toy = launch.call_args.args
+    _, args_class = launch.call_args.args
     assert args_class.__name__ == "Args"
-    return toy
+    return launch.call_args.kwargs
 
 
 def toy_args(module, **overrides):
     """A script's arguments on the toy with a small budget."""
     values = toy_of(module) | SMALL | SMALL_OF.get(module.__name__, {}) | overrides
-    return module.Args(**values)
+    return options.with_values(module.Args, values)
 
 
 @contextlib.contextmanager
@@ -95,10 +103,10 @@ def signal_handlers_kept():
 
 
 def run_toy(module, out, **overrides) -> list[dict]:
-    """Run a script's main on the toy with a small budget; returns the lines of metrics.jsonl."""
+    """Run a script's main on the toy with a small budget; returns its metrics, a dict per step."""
     with signal_handlers_kept():
         module.main(toy_args(module, **overrides, out=str(out)))
-    return read_lines(Path(out) / "metrics.jsonl")
+    return read_metrics(out)
 
 
 @pytest.fixture
@@ -140,7 +148,7 @@ def untimed(lines: list[dict]) -> list[dict]:
 # ---------------------------------------------- policies, rollouts -----------------------------------------
 def make_policy(model=None, trainable=True, **options) -> Policy:
     options = {"max_length": 192, **options}
-    model = load_model(str(model or common.TOY_MODEL))
+    model = load_model(str(model or builtin.TOY_MODEL))
     return Policy(model, torch.device("cpu"), torch.float32, trainable, **options)
 
 
@@ -181,7 +189,7 @@ def llama(tmp_path_factory):
     """A randomly initialised model of another architecture (untied head) with the toy's tokenizer."""
     from transformers import AutoTokenizer
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = AutoTokenizer.from_pretrained(common.TOY_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(builtin.TOY_MODEL)
     stop = tokenizer.eos_token_id
     tiny_model("Llama", folder, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, head_dim=32,
                max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.02,
@@ -196,6 +204,8 @@ def llama(tmp_path_factory):
 VOTES = {0: "ggggaab-", 1: "aaagggbw", 2: "abc-gwba", 3: "aaaaaaag", 4: "gggggggg"}
 INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "ggggbbbb", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
 ANSWERS = dict(a="101", b="202", c="303", w="no idea")
+
+VERBS = "restore sample decode check_sampler minibatches".split()
 
 # Temperature, KL and entropy count, the second minibatch leaves the clip range, several micro-batches
 WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=20, temperature=0.8,
@@ -248,22 +258,22 @@ class Watched:
         self.module, self.flags = load_script(script), flags
         self.calls = []      # the loop's verbs, in order
         self.generated = []  # the sampler's calls: requests, options; fresh: it had the policy's weights
-        self.samples = []    # run.sample's calls: step, prompts, n, limits, groups, and the tokens as sampled
-        self.groups = []     # run.log_group's calls: step, prompt, responses, rewards, trained, label ...
+        self.samples = []    # common.sample's calls: step, prompts, n, limits, groups, and tokens as sampled
+        self.groups = []     # log.vote's calls: step, prompt, responses, rewards, label ...
         self.updates = []    # per minibatch: step, responses, weights, gradient, grad_norm, stepped, lr ...
         self.weights = {}    # {step: weights that sampled}; "initial": the checkpoint's
         self.metrics = []    # lines of metrics.jsonl
         self.answered = {}   # {(step, problem): how many of its responses were given an answer}
 
     def main(self) -> "Watched":
-        build = common.Run.__init__
+        start = common.start
 
-        def build_and_spy(run, args, train=True, **task):
-            build(run, args, train, **task)
-            self.args, self.run = args, run
-            self._spy(run)
+        def start_and_spy(args, **task):
+            self.args, self.run, self.step = args, start(args, **task), 0
+            self._spy(self.run)
             if self.meddle:
-                self.meddle(run)
+                self.meddle(self.run)
+            return self.run
 
         instead = contextlib.nullcontext()
         if self.script == "evol_rl":
@@ -271,11 +281,16 @@ class Watched:
         if self.script == "dynamic_rl":
             verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
             instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))
-        cpu = mock.patch("engine.setup.start_processes", return_value=(torch.device("cpu"), 0, 1))
+        cpu = mock.patch("engine.startup.start_processes", return_value=torch.device("cpu"))
         clip = mock.patch("torch.nn.utils.clip_grad_norm_", self._clip)
-        with mock.patch.object(common.Run, "__init__", build_and_spy), cpu, clip, instead, \
-                mock.patch.object(sys, "argv", [f"{self.script}.py"]):
-            self.metrics = run_toy(self.module, self.out, **self.flags)
+        kept = {name: getattr(common, name) for name in VERBS}  # spies and faults end with the run
+        try:
+            with mock.patch.object(common, "start", start_and_spy), cpu, clip, instead, \
+                    mock.patch.object(sys, "argv", [f"{self.script}.py"]):
+                self.metrics = run_toy(self.module, self.out, **self.flags)
+        finally:
+            for name, verb in kept.items():
+                setattr(common, name, verb)
         return self
 
     def policy_weights(self) -> dict[str, torch.Tensor]:
@@ -287,22 +302,24 @@ class Watched:
     def _spy(self, run) -> None:
         call = self.calls.append
         self.weights["initial"] = self.policy_weights()
-        spy(run, "start", after=self._started)
-        spy(run, "sample", before=self._will_sample, after=self._sampled)
-        spy(run, "decode", after=self._decoded)
-        spy(run, "check_sampler", before=lambda responses: call("compare"))
-        spy(run, "log_group", before=self._voted)
-        spy(run, "minibatches", after=self._split)
-        spy(run, "end_step", before=lambda extra=None: call("end"))
+        spy(common, "restore", after=self._started)
+        spy(common, "sample", before=self._will_sample, after=self._sampled)
+        spy(common, "decode", after=self._decoded)
+        spy(common, "check_sampler", before=lambda run, train: call("compare"))
+        spy(common, "minibatches", after=self._split)
+        spy(run.log, "vote", before=self._voted)
+        spy(run.log, "step", before=lambda step, trained, **own: call("end"))
         spy(run.sampler, "load", before=lambda tensors: call("sync"))
-        spy(run.sampler, "generate", before=self._will_generate, after=self._cut)
+        spy(run.sampler, "generate", after=self._cut)
+        spy(run.sampler, "generate", before=self._will_generate)
         spy(run.sampler, "sleep", before=lambda: call("sleep"))
-        spy(run.policy, "score_old", before=lambda rollouts, temperature: call("score_old"))
+        spy(run.policy, "score_old", before=lambda responses, temperature: call("score_old"))
         if run.reference:
-            spy(run.reference, "score_ref", before=lambda rollouts, temperature: call("score_ref"))
+            spy(run.reference, "score_ref", before=lambda responses, temperature: call("score_ref"))
         spy(run.policy, "logprobs", before=self._forward)
 
-    def _started(self, result, optimizer) -> None:
+    def _started(self, result, run, optimizer) -> None:
+        self.optimizer = optimizer
         spy(optimizer, "step", before=self._will_step)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.run.policy.parameters():
@@ -320,42 +337,44 @@ class Watched:
     def _cut(self, groups, requests, temperature, top_p=1.0, top_k=0) -> None:
         """Lengths differ, as if some responses had met their limit earlier; else all means were the same."""
         for group in groups if self.answers else []:
-            for i, response in enumerate(group):
-                length = max(1, len(response.response_ids) - i % 5 * 3)
-                response.finished = response.finished and length == len(response.response_ids)
-                response.response_ids = response.response_ids[:length]
-                response.logprobs = response.logprobs[:length]
+            for i, (ids, logprobs, finished) in enumerate(group):
+                length = max(1, len(ids) - i % 5 * 3)
+                group[i] = Sample(ids[:length], logprobs[:length], finished and length == len(ids))
 
-    def _will_sample(self, prompts, n, limits=None) -> None:
-        self.weights.setdefault(self.run.step, self.policy_weights())
+    def _will_sample(self, run, step, prompts, n, limits=None) -> None:
+        self.step = step
+        self.weights.setdefault(step, self.policy_weights())
 
-    def _sampled(self, groups, prompts, n, limits=None) -> None:
+    def _sampled(self, groups, run, step, prompts, n, limits=None) -> None:
         tokens = []
         for group in groups:
             tokens.append([list(r.response_ids) for r in group])
-        self.samples.append(SimpleNamespace(step=self.run.step, prompts=prompts, n=n, limits=limits,
-                                            groups=groups, tokens=tokens))
+        self.samples.append(SimpleNamespace(step=step, prompts=prompts, n=n, limits=limits, groups=groups,
+                                            tokens=tokens))
 
-    def _decoded(self, result, responses, problem) -> None:
+    def _decoded(self, result, run, responses, problem) -> None:
         if not self.answers or not isinstance(problem.id, int):
             return  # no problem: a prompt of Dynamic RL's or ETTRL's own
-        letters = (self.answers if self.run.step else INITIAL_VOTES)[problem.id]
-        first = self.answered.setdefault((self.run.step, problem.id), 0)
-        self.answered[self.run.step, problem.id] += len(responses)
+        letters = (self.answers if self.step else INITIAL_VOTES)[problem.id]
+        first = self.answered.setdefault((self.step, problem.id), 0)
+        self.answered[self.step, problem.id] += len(responses)
         for i, response in enumerate(responses, first):
             letter = letters[i % len(letters)]
             response.answer = problem.answer or "707" if letter == "g" else ANSWERS.get(letter)
 
-    def _voted(self, prompt, responses, classes, rewards, trained, label, negatives=frozenset()) -> None:
+    def _voted(self, prompt, responses, classes, rewards, label, negatives=frozenset()) -> None:
         self.groups.append(SimpleNamespace(
-            step=self.run.step, prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
-            trained=trained, label=label, negatives=negatives))
+            step=self.step, prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
+            label=label, negatives=negatives))
 
-    def _split(self, minibatches, train) -> None:
+    def _split(self, minibatches, args, step, train) -> None:
         self.calls.append("split")
+        for group in self.groups:
+            if group.step == step:
+                group.trained = [i for i, response in enumerate(group.responses) if response in train]
         for responses in minibatches:
-            update = SimpleNamespace(step=self.run.step, responses=responses, train=train, micros=0,
-                                     gradient=None, stepped=False)
+            update = SimpleNamespace(step=step, responses=responses, train=train, micros=0, gradient=None,
+                                     stepped=False)
             self.updates.append(update)
 
     def _update(self) -> SimpleNamespace:
@@ -375,7 +394,7 @@ class Watched:
     def _will_step(self, closure=None) -> None:
         if self.updates:  # else a checkpoint makes the optimizer's state
             self.calls.append("update")
-            self.update.stepped, self.update.lr = True, self.run.optimizer.param_groups[0]["lr"]
+            self.update.stepped, self.update.lr = True, self.optimizer.param_groups[0]["lr"]
             self.update.clipped = self.gradient()
 
 

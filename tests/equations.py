@@ -15,7 +15,7 @@ import torch
 from conftest import FakeEmbedder
 from transformers import AutoModelForCausalLM
 
-import common
+from engine import builtin
 
 
 # ------------------------------------------- the model, slow and obvious -----------------------------------
@@ -26,7 +26,7 @@ def double_model(path: str):
 
 def model_with(seen, weights: dict[str, torch.Tensor]):
     """Transformers' own model in float64 with these weights."""
-    model = double_model(seen.args.model or common.TOY_MODEL)
+    model = double_model(seen.args.model or builtin.TOY_MODEL)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -363,7 +363,7 @@ def objective(seen, update) -> tuple[torch.Tensor, Counter]:
         surrogate = sum(weight * torch.minimum(ratio * a, clipped * a) for weight, a in target.parts)
         wanted = -surrogate + args.kl_coef * kl - args.entropy_coef * entropy
         loss = loss + target.scale * (share_T * wanted).sum()
-        means = dict(kl=kl, entropy=entropy, clip_fraction=ratio != clipped)
+        means = dict(entropy=entropy, clip_fraction=ratio != clipped) | (dict(kl=kl) if args.kl_coef else {})
         if target.question:
             means = dict(question_entropy=entropy)
         for name, x_T in means.items():
@@ -393,7 +393,7 @@ def gradient_is_the_objectives(seen, objective=objective) -> None:
     for update in seen.updates:
         loss, logged = objective(seen, update)
         loss.backward()
-        model = double_model(seen.args.model or common.TOY_MODEL)
+        model = double_model(seen.args.model or builtin.TOY_MODEL)
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         assert relative_error(update.clipped, expected) < 1e-4
         logged["grad_norm"] = norm(expected)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from engine import data
 from engine.base import UserError
+from common import Problem
 from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
 ROOT = Path(__file__).parent.parent
@@ -28,14 +29,14 @@ def write(path, rows):
 
 
 def questions_and_answers(name, **options):
-    return [(p.question, p.answer) for p in load_problems(str(name), quiet=True, **options)]
+    return [(p.question, p.answer) for p in load_problems(Problem, str(name), quiet=True, **options)]
 
 
 # ------------------------------------------------- files -------------------------------------------------
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
 def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
     file = write(tmp_path / name, [*ROWS, ROWS[0]])
-    problems = load_problems(file)
+    problems = load_problems(Problem, file)
     assert [(p.question, p.answer, p.id) for p in problems] == [
         (f"What is {i} + {i}?", str(2 * i), i - 1) for i in range(1, 5)]
     assert all(str(p.row["answer"]) == p.answer and p.row["problem"] == p.question for p in problems)
@@ -51,7 +52,7 @@ def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
 def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
     """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / "a.jsonl").write_bytes(content.encode())
-    assert questions_and_answers(tmp_path / "a.jsonl", same_answer=list) == [problem]
+    assert questions_and_answers(tmp_path / "a.jsonl", answer_keys=list) == [problem]
 
 
 BAD_FILES = {
@@ -77,7 +78,7 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
     name, content, words = BAD_FILES[fault]
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as error:
-        load_problems(str(tmp_path / name))
+        load_problems(Problem, str(tmp_path / name))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert str(tmp_path / name) in str(error.value)
 
@@ -98,7 +99,7 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
 ])
 def test_a_usual_column_is_not_found(tmp_path, row, answer):
-    problem, = load_problems(write(tmp_path / "a.jsonl", [row]), quiet=True)
+    problem, = load_problems(Problem, write(tmp_path / "a.jsonl", [row]), quiet=True)
     assert problem.question == "q" and problem.answer == answer
     assert not problem.choices and problem.row.keys() == row.keys()
 
@@ -107,14 +108,14 @@ def test_named_columns_are_not_read(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"x": "q", "y": 1, "question": "no", "answer": 2}])
     assert questions_and_answers(file, question_field="x", answer_field="y") == [("q", "1")]
     with pytest.raises(UserError, match=r"row 1 has no column 'z' \(columns: x, y, question, answer\)"):
-        load_problems(file, "x", "z")
+        load_problems(Problem, file, "x", "z")
 
 
 def test_choices_of_gpqa_have_another_order(tmp_path):
     """Then so do those of every multiple-choice benchmark."""
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
              "Incorrect Answer 2": 3, "Incorrect Answer 3": "c\n"} for i in range(40)]
-    problems = load_problems(write(tmp_path / "g.jsonl", gpqa), quiet=True)
+    problems = load_problems(Problem, write(tmp_path / "g.jsonl", gpqa), quiet=True)
     assert problems[0].question == "What 0? \n\nA. c\nB. a\nC. right\nD. 3" and problems[0].answer == "C"
     assert {p.answer for p in problems} == set("ABCD") and all(p.choices == 4 for p in problems)
     assert all(f"{p.answer}. right" in p.question for p in problems)
@@ -157,17 +158,18 @@ def rows_of(name, count):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_columns_of_a_benchmark_are_not_read_or_a_problem_is_kept_twice(name, hub):
     hub.rows = 3 * rows_of(name, 4)
-    problems = load_problems(name)
+    problems = load_problems(Problem, name)
     assert len(problems) == 4 and all(p.answer for p in problems)
 
 
 def test_other_subjects_or_splits_than_the_tables_are_read(hub):
     hub.rows = rows_of("math_train", 3)
-    load_problems("math_train", quiet=True)
+    load_problems(Problem, "math_train", quiet=True)
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
     hub.calls, hub.rows = [], rows_of("mmlu_stem", 4)
     hub.rows[3]["subject"] = "anatomy"
-    assert len(load_problems("mmlu_stem", quiet=True)) == 3 and hub.calls == [("cais/mmlu", "all", "test")]
+    assert len(load_problems(Problem, "mmlu_stem", quiet=True)) == 3
+    assert hub.calls == [("cais/mmlu", "all", "test")]
     assert len(set(STEM)) == 18 and "anatomy" not in STEM
 
 
@@ -178,7 +180,7 @@ def test_the_test_split_of_another_set_of_the_hub_is_not_read(hub):
 
 def test_a_set_that_is_not_on_the_hub_is_no_sentence():
     with pytest.raises(UserError, match="^owner/name cannot be read .no network, gated, or no such name.*$"):
-        load_problems("owner/name")
+        load_problems(Problem, "owner/name")
 
 
 # ------------------------------------------------ prompts ------------------------------------------------

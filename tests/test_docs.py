@@ -9,10 +9,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, toy_of
+from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, launched_with
 
 import common
-import evaluate
 from engine.data import BENCHMARKS
 from engine.options import parse
 
@@ -87,9 +86,8 @@ def understand(command: str) -> SimpleNamespace | None:
         assert script == "my_idea.py" or (ROOT / script).is_file(), f"there is no {script}: {command}"
         return None
     module = load_script(name)
-    toy = evaluate.TOY if name == "evaluate" else toy_of(module)
     with mock.patch.object(sys, "argv", [script, *words]):
-        return SimpleNamespace(name=name, args=parse(module.Args, toy), world=world)
+        return SimpleNamespace(name=name, args=parse(module.Args, **launched_with(module)), world=world)
 
 
 def check(where: str, command: str, capsys, monkeypatch) -> SimpleNamespace | None:
@@ -101,7 +99,7 @@ def check(where: str, command: str, capsys, monkeypatch) -> SimpleNamespace | No
     if not run:
         return None
     monkeypatch.setenv("WORLD_SIZE", str(run.world))
-    monkeypatch.setattr("engine.setup.has_vllm", lambda: True)  # the pages' machines have it
+    monkeypatch.setattr("engine.startup.has_vllm", lambda: True)  # the pages' machines have it
     args = run.args.run_args() if run.name == "evaluate" else run.args
     assert args.errors() == [], f"{where}\n{command}"
     room = min([context for model, context in CONTEXT.items() if args.model.startswith(model)], default=10**9)

@@ -8,6 +8,9 @@ import torch
 from conftest import fresh_state, run_toy
 
 import common
+from engine import builtin
+from engine.answers import equivalence_classes
+from engine.base import UserError
 import dynamic_rl
 from dynamic_rl import Args, answer_diversity, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
@@ -97,7 +100,7 @@ def test_reward_questions_by_hand():
 def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
     question = written(0.9, "old", [1], kept)
     responses = [SimpleNamespace(answer=a) for a in answers]
-    classes = common.equivalence_classes(answers)
+    classes = equivalence_classes(answers)
     judged = judge_question(question, responses, classes, dynamic_rl.majority_reward(classes))
     assert judged.tolist() == rewards and (question.p, question.label) == (p, answer)
 
@@ -216,10 +219,10 @@ def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tm
     assert "loss" not in line and "grad_norm" not in line and line["skipped_updates"] == 0
     for name, value in expected.items():
         assert line.get(name) == value, name
-    before, after = fresh_state(common.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
+    before, after = fresh_state(builtin.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
     assert all(torch.equal(weight.float(), after[name].float()) for name, weight in before.items())
 
 
 def test_z_0_must_fit(tmp_path):
-    with pytest.raises(common.UserError, match="--question_prompt. has [0-9]+ tokens, more than --max"):
+    with pytest.raises(UserError, match="--question_prompt. has [0-9]+ tokens, more than --max"):
         run_toy(dynamic_rl, tmp_path / "run", max_prompt_tokens=5)

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, run_toy
 from test_docs import commands_of, understand
 
-import common
+from engine.base import UserError
 import evaluate
 import ttrl
 
@@ -32,7 +32,7 @@ def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
 
 def test_a_checkpoint_without_its_run_is_one_sentence(tmp_path):
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(common.UserError, match="a checkpoint, but .*run.json, which names the model that"):
+    with pytest.raises(UserError, match="a checkpoint, but .*run.json, which names the model that"):
         evaluate.Args(model=str(tmp_path)).run_args()
 
 

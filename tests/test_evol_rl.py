@@ -9,7 +9,7 @@ from conftest import run_toy
 
 import common
 import evol_rl
-from engine.embedder import Embedder
+from evol_rl import Embedder
 from evol_rl import evol_rewards, novelty, spoken, valid_classes
 
 

@@ -12,9 +12,8 @@ from conftest import fresh_state, make_policy, random_rollouts
 from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
-import common
 import ttrl
-from engine import options, setup
+from engine import builtin, options, startup
 from engine.base import UserError
 from engine.policy import Policy, load_model
 
@@ -26,7 +25,7 @@ torch.set_num_threads(1)
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        setup.start_processes(bf16=True)
+        startup.start_processes(bf16=True)
         try:
             yield
         finally:
@@ -44,7 +43,7 @@ def trained(**flags) -> tuple[float, dict[str, torch.Tensor]]:
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
-    return norm, dict(policy.named_tensors(torch.float32))
+    return norm, dict(policy.named_tensors())
 
 
 def test_offload_changes_no_number(monkeypatch):
@@ -56,7 +55,7 @@ def test_offload_changes_no_number(monkeypatch):
 
 
 def bfloat16_policy(trainable=True):
-    model = load_model(common.TOY_MODEL)
+    model = load_model(builtin.TOY_MODEL)
     return Policy(model, torch.device("cpu"), torch.bfloat16, trainable, max_length=192)
 
 
@@ -71,12 +70,12 @@ def test_shards_are_cast_and_buffers_are_not(trainable, stored):
 
 def test_rounded_weights_are_sent_or_others_saved(tmp_path):
     """Scoring gathers them in the compute type, the final model's; the sampler gets what training has."""
-    original = fresh_state(common.TOY_MODEL)
+    original = fresh_state(builtin.TOY_MODEL)
     with one_rank():
         policy = bfloat16_policy()
         policy.score_old(random_rollouts(3), 1.0)
-        sent = dict(policy.named_tensors(torch.float32))
-        policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(common.TOY_MODEL))
+        sent = dict(policy.named_tensors())
+        policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(builtin.TOY_MODEL))
     torch.testing.assert_close({name: sent[name] for name in original}, original, rtol=0, atol=0)
     assert json.loads((tmp_path / "final/config.json").read_text())["dtype"] == "bfloat16"
     rounded = {name: tensor.bfloat16() for name, tensor in original.items()}
@@ -89,7 +88,7 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="--nproc-per-node asks for more processes than the 4 GPU.s. here."):
-        setup.start_processes()
+        startup.start_processes()
 
 
 @pytest.mark.parametrize("capability, dtype, refused", [
@@ -106,7 +105,7 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     logps, rollouts = [], random_rollouts(4)
     with one_rank():
         for dtype in (torch.float32, torch.bfloat16):
-            policy = Policy(load_model(common.TOY_MODEL), torch.device("cpu"), dtype, max_length=192)
+            policy = Policy(load_model(builtin.TOY_MODEL), torch.device("cpu"), dtype, max_length=192)
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5

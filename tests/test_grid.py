@@ -10,7 +10,7 @@ from conftest import ROOT, run_toy
 
 import common
 import ttrl
-from engine.runfolder import vote_record
+from engine.log import vote_record
 from tools import report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",

@@ -20,6 +20,7 @@ import evaluate
 import ttrl
 from common import Problem, Rollout
 from engine.data import load_problems
+from engine.log import Log
 from engine.logprobs import CHUNK
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
@@ -35,7 +36,7 @@ def certainty(logp: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_pass_over_a_batch_is_not_that_of_full_logits(plain, watch, monkeypatch):
+def test_a_pass_over_a_batch_is_that_of_full_logits(plain, watch, monkeypatch):
     """Two statistics, 7 rows at a time; another temperature, the initial model, another prompt."""
     monkeypatch.setitem(CHUNK, "cpu", 620 * 7)
     sizes, passes = [], []
@@ -69,12 +70,12 @@ def test_a_pass_over_a_batch_is_not_that_of_full_logits(plain, watch, monkeypatc
 # ------------------------------------------------- (b) masked tokens --------------------------------------
 def mask_some(run) -> None:
     """Every third token was a tool's, of which the sampler has no log-probs."""
-    def mask(groups, prompts, n, limits=None):
+    def mask(groups, run, step, prompts, n):
         for response in sum(groups, []):
             response.mask = torch.tensor([float(t % 3 != 1) for t in range(len(response.response_ids))])
-            response.logprobs = response.logprobs.where(response.mask > 0, math.nan)
+            response.sampler_logp = response.sampler_logp.where(response.mask > 0, math.nan)
 
-    spy(run, "sample", after=mask)
+    spy(common, "sample", after=mask)
 
 
 @pytest.mark.parametrize("flags", [{}, dict(loss_aggregation="token-mean", num_minibatches=1)])
@@ -89,7 +90,7 @@ def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
     assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
 
 
-def test_forks_statistics_read_masked_tokens(watch):
+def test_forks_statistics_leave_masked_tokens_out(watch):
     """TIS: what a sampler says of them is not read. RENT: they are in no entropy that is rewarded."""
     line = watch("tis", meddle=mask_some).metrics[-1]
     assert line["grad_norm"] > 0 and line["tis"] == pytest.approx(1, abs=1e-3)
@@ -110,8 +111,8 @@ def parity(answers: list[str]) -> list[int]:
 
 def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     """Odd equals odd: four of five responses are right (two of five as numbers), and two answers are left."""
-    task = dict(same_answer=parity, read_answer=last_digit)
-    monkeypatch.setattr(common, "Run", functools.partial(common.Run, **task))
+    task = dict(answer_keys=parity, read_answer=last_digit)
+    monkeypatch.setattr(common, "start", functools.partial(common.start, **task))
     lines = run_toy(ttrl, tmp_path / "run", steps=1, eval="train", eval_samples=2)
     for record in read_lines(tmp_path / "run/samples.jsonl"):
         odd = [response["answer"] and int(response["answer"]) % 2 for response in record["responses"]]
@@ -126,14 +127,14 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     assert evaluate.main(evaluate.Args(**settings, out=str(tmp_path / "eval")), **task)["toy"]["pass@1"] > 0.6
 
 
-def test_answer_diversity_is_not_of_the_task():
+def test_answer_diversity_is_of_the_task():
     """Odd equals odd: two questions of Dynamic RL share an answer."""
     questions = []
     for i, answer in enumerate(("3", "5", None, "8")):
         question = Rollout([1], [2], torch.zeros(1), True)
         question.tokens, question.kept, question.p, question.label = [i], True, 0.5, answer
         questions.append(question)
-    for task, share in (({}, 3 / 4), (dict(same_answer=parity), 2 / 4)):
+    for task, share in (({}, 3 / 4), (dict(answer_keys=parity), 2 / 4)):
         assert dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)["unique_answers"] == share
 
 
@@ -143,18 +144,18 @@ def exact(answers: list[str]) -> list[str]:
 
 def test_classes_of_a_problem_by_hand():
     given = [None, "Paris", "paris ", "Rome", None, "PARIS"]
-    problem = Problem("p", "Paris", same_answer=exact)
+    problem = Problem("p", "Paris", answer_keys=exact)
     assert problem.classes(given) == [None, 0, 0, 1, None, 0] and problem.classes([None]) == [None]
     assert problem.is_right("pARIS") and not problem.is_right("Rome") and not problem.is_right(None)
-    assert not Problem("p", same_answer=exact).is_right("Paris")  # without a gold answer
+    assert not Problem("p", answer_keys=exact).is_right("Paris")  # without a gold answer
 
 
 def test_gold_answers_of_another_task_stay_as_written(tmp_path):
     path = tmp_path / "cities.jsonl"
     path.write_text(json.dumps(dict(question="Capital of the US?", answer=" Washington, D.C. ", hint="east")))
-    problem, = load_problems(str(path), quiet=True, same_answer=exact)
+    problem, = load_problems(functools.partial(Problem, answer_keys=exact), str(path), quiet=True, exact=True)
     assert problem.answer == "Washington, D.C." and problem.row["hint"] == "east"  # (d) the whole row
-    assert load_problems(str(path), quiet=True)[0].answer != "Washington, D.C."
+    assert load_problems(Problem, str(path), quiet=True)[0].answer != "Washington, D.C."
 
 
 # ------------------------------------------- (e) the script's text -----------------------------
@@ -174,8 +175,9 @@ def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
 @pytest.mark.parametrize("left", [6, 0])
 def test_prompts_left_out_of_an_update(left, watch):
     def meddle(run):
-        original = run.minibatches
-        run.minibatches = lambda train: original(train[:left])
+        minibatches, step = common.minibatches, run.log.step
+        common.minibatches = lambda args, step, train: minibatches(args, step, train[:left])
+        run.log.step = lambda number, train, **own: step(number, train[:left], **own)
 
     seen = watch("ttrl", meddle=meddle)
     assert sum(len(update.responses) for update in seen.updates) == left
@@ -186,28 +188,41 @@ def test_prompts_left_out_of_an_update(left, watch):
 
 
 # ------------------------------------------------ own sampling -------------------------------------------
-def test_evaluation_samples_otherwise_than_the_fork(tmp_path, monkeypatch):
+def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
     seen = []
 
     def own(run, work, temperature, **options):
         seen.append("evaluation" if "top_p" in options else "training")
-        return run.generate(work, temperature, **options)
+        return common.generate(run, work, temperature, **options)
 
-    monkeypatch.setattr(common, "Run", functools.partial(common.Run, generate=own))
+    monkeypatch.setattr(common, "start", functools.partial(common.start, generate=own))
     run_toy(ttrl, tmp_path / "own", **SMALL | TINY | dict(eval="toy_test", eval_samples=1))
     assert seen == ["evaluation", "training", "evaluation"]
 
 
-def test_a_stop_text_ends_no_response(tmp_path):
-    run = common.Run(toy_args(ttrl, out=str(tmp_path / "run"), kl_coef=0.0))
-    run.begin_step(1)
-    for response in sum(run.sample(run.problems[:2], 8, stop=["="]), []):
+def test_a_stop_text_ends_a_response(tmp_path):
+    run = common.start(toy_args(ttrl, out=str(tmp_path / "run"), kl_coef=0.0))
+    for response in sum(common.sample(run, 1, run.problems[:2], 8, stop=["="]), []):
         assert "=" not in response.text[:-1] and response.finished
-        assert response.text.endswith("=") or response.response_ids[-1] in run.stop_ids
+        assert response.text.endswith("=") or response.response_ids[-1] in run.sampler.stop_ids
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------
-build, sample, end_step = common.Run, common.Run.sample, common.Run.end_step
+start, sample, step, next_prompts = common.start, common.sample, Log.step, common.next_prompts
+
+
+def tensor_in_state(args, **task):
+    run = start(args, **task)
+    run.state["mine"] = torch.ones(1)
+    return run
+
+
+def number_as_key(args, **task):
+    run = start(args, **task)
+    run.state[1] = "x"
+    return run
+
+
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, one per response"),
@@ -215,32 +230,32 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
      "classes must be a list of 4, a whole number or None"),
-    (ttrl, "majority", lambda classes: "42", "label must be the class taken as right"),
-    (common.Run, "sample", lambda run, prompts, n: sample(run, [prompts[0], *prompts[:-1]], n),
+    (common, "majority", lambda classes: "42", "label must be the class taken as right"),
+    (ttrl, "majority_reward", lambda classes: torch.ones(len(classes)).long(),
+     r"rewards must be a tensor \[4\] of finite floats, one per response"),
+    (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
-    (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(mine=torch.ones(1))),
+    (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),
      r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
-    (common.Run, "end_step", lambda run, extra=None: end_step(run, dict(reward=5.0)),
+    (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, reward=5.0),
      "the run has a metric 'reward' of its own"),
-    (common.Run, "next_prompts", lambda run: run.state.update({1: "x"}) or run.problems[:2],
-     r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
-    (common, "Run", lambda args: build(args, read_answer=lambda text, problem: 7),
-     "must return text or None .*, but returned 7"),
-    (common, "Run", lambda args: build(args, read_answer=last_digit, same_answer=lambda answers: [[]] * 9),
+    (common, "start", number_as_key, r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
+    (common, "start", tensor_in_state, r"run\.state is .*tensor.*, but must hold what JSON keeps"),
+    (common, "start", lambda args: start(args, read_answer=last_digit, answer_keys=lambda answers: [[]] * 9),
      r"zip\(\) argument 2 is longer than argument 1")]
 
 
 @pytest.mark.parametrize("module, name, function, sentence", WRONG, ids=[row[3][:40] for row in WRONG])
-def test_a_forks_mistake_trains_on_in_silence(module, name, function, sentence, tmp_path, monkeypatch):
+def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr(module, name, function)
     with pytest.raises((ValueError, TypeError), match=sentence):
         run_toy(ttrl, tmp_path / "run", **SMALL | TINY)
 
 
-def test_a_forks_bug_hides_its_traceback(tmp_path):
+def test_a_forks_bug_shows_its_traceback(tmp_path):
     """All frames of a bug, also under torchrun, which by itself shows none of a rank's."""
     script = (ROOT / "ttrl.py").read_text()
-    bug = script.replace("    winner = majority(classes)\n", "    winner = torch.ones(3) * torch.ones(5)\n")
+    bug = script.replace("winner = common.majority(classes)\n", "winner = torch.ones(3) * torch.ones(5)\n")
     (tmp_path / "my_idea.py").write_text(bug)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += [str(tmp_path / "my_idea.py"), "--out", str(tmp_path / "run")]

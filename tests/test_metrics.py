@@ -12,8 +12,9 @@ import common
 import evaluate
 import ttrl
 from common import Problem, Rollout
-from engine.metrics import grade, group_metrics, maj_at_k, majority, pass_at_k, step_metrics, summary
-from engine.runfolder import sample_record
+from common import majority
+from engine.metrics import grade, group_metrics, maj_at_k, pass_at_k, step_metrics, summary
+from engine.log import sample_record
 
 
 def rollout(answer, length=1, finished=True, text=""):
@@ -64,18 +65,18 @@ def test_majority_of_k_against_all_orders():
     assert maj_at_k(classes, right, 6) == 1 and maj_at_k(classes, {1}, 6) == 0
 
 
-def test_the_mean_over_benchmarks_is_not_printed_or_saved(tmp_path, monkeypatch, capsys):
+def test_the_mean_over_benchmarks_is_printed_and_saved(tmp_path, monkeypatch, capsys):
     """pass@1 is (1/4 + 3/4) / 2 = .5 of one, 1/4 of the other: .375, not the .417 of the three problems."""
     shares = dict(toy=[1, 3], toy_test=[1])  # of four responses right, problem by problem
 
-    def graded(self, name, problems):
+    def graded(run, name, problems):
         found = []
         for share in shares[name]:
             responses = [rollout(answer) for answer in share * ["1"] + (4 - share) * ["2"]]
             found.append((grade(Problem("p", "1"), responses), responses))
         return found
 
-    monkeypatch.setattr(common.Run, "evaluate_benchmark", graded)
+    monkeypatch.setattr(common, "evaluate_benchmark", graded)
     settings = dict(evaluate.TOY, benchmarks=",".join(shares), out=str(tmp_path / "out"))
     results = evaluate.main(evaluate.Args(**settings))
     assert results["mean"] == {"pass@1": 0.375}

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import logprobs
 from engine.base import UserError
-from engine.policy import Rollout, plan_micro_batches
+from common import Rollout
+from engine.policy import plan_micro_batches
 
 
 # ------------------------------------------------- the plan ------------------------------------------------
@@ -51,7 +52,7 @@ def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
         micro, = policy.micro_batches(rollouts)
         indices.append(micro.indices)
         if not micro.indices:
-            assert micro.rollouts[0].response_ids == shortest.response_ids and micro.mask_T.sum() == 0
+            assert micro.responses[0].response_ids == shortest.response_ids and micro.mask_T.sum() == 0
     assert sorted(indices) == [[], [], [0], [1], [2]] and shortest.mask is None
 
 
@@ -84,7 +85,7 @@ def is_the_models_own(policy, model, vocabulary: int, temperature: float = 0.6, 
         rollout.prompt_ids = rollouts[1].prompt_ids
     micro, = policy.micro_batches(rollouts)
     logps, entropies = [], []
-    for r in micro.rollouts:
+    for r in micro.responses:
         logits = model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / temperature
         distribution = logits[len(r.prompt_ids) - 1:-1].log_softmax(-1)
         logps.append(distribution.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1))

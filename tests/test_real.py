@@ -9,14 +9,15 @@ from importlib import util
 import pytest
 import torch
 from safetensors.torch import load_file
-from conftest import ROOT, SCRIPTS, read_lines, toy_of, untimed
+from conftest import ROOT, SCRIPTS, read_lines, launched_with, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
-from engine import data, smollm2
+from engine import builtin, data
+from common import Problem
 from engine.base import UserError
 from engine.options import parse
-from engine.setup import describe
+from engine.log import describe
 from toy import make_smollm2
 
 needs_package = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def run(out, *flags):
 
 @pytest.fixture(scope="module")
 def folder():
-    return smollm2.smollm2_folder()
+    return builtin.model_folder("smollm2")
 
 
 # ---------------------------------------------- conversion, problems ---------------------------------------
@@ -80,24 +81,24 @@ def test_problems_are_disjoint_and_right():
 
 
 def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
+    monkeypatch.setattr(builtin, "SMOLLM2_MODEL", str(tmp_path / "smollm2"))
     with pytest.raises(UserError, match="^--model is 'smollm2', but there is no .*`make smollm2` makes it.$"):
-        smollm2.smollm2_folder()
+        builtin.model_folder("smollm2")
     monkeypatch.setattr(data, "TOY", tmp_path / "toy")
     with pytest.raises(UserError, match="^there is no file .*test.jsonl.$"):
-        data.load_problems("smollm2_test")
+        data.load_problems(Problem, "smollm2_test")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_knows_the_short_name(name, monkeypatch, capsys):
     module = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [name, "--model=smollm2", "--votes", "12", "--train_samples", "12"])
-    args = parse(module.Args, toy_of(module))
+    args = parse(module.Args, **launched_with(module))
     assert args.model == "smollm2" and args.votes == 12 and args.errors() == []
     assert args.dataset == ("" if name == "dynamic_rl" else "smollm2")
     assert "--model smollm2 runs with these overrides" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [name, "--model", "smollm2/"])  # a folder, with the paper's values
-    assert parse(module.Args, toy_of(module)).max_new_tokens > 40
+    assert parse(module.Args, **launched_with(module)).max_new_tokens > 40
 
 
 @pytest.mark.parametrize("flags, length, samples, prompt", [
@@ -106,7 +107,7 @@ def test_every_script_knows_the_short_name(name, monkeypatch, capsys):
     (["--model", "runs/ttrl/final", "--preset", "smollm2"], 40, 16, "few_shot.txt")])
 def test_evaluate_knows_the_short_name(monkeypatch, flags, length, samples, prompt):
     monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
-    args = parse(evaluate.Args, evaluate.TOY).run_args()
+    args = parse(evaluate.Args, evaluate.TOY, evaluate.REAL).run_args()
     assert args.max_new_tokens == length and args.eval_samples == samples and args.prompt.endswith(prompt)
     # what run.json holds: a clone that was moved can still --resume
     assert not describe(args, 1, torch.device("cpu"))["args"]["prompt"].startswith("/")

@@ -1,6 +1,7 @@
 """A run survives being killed, goes on bit for bit, guards its folder, and says clearly what is wrong."""
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -17,6 +18,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +30,11 @@ import common
 import restrain
 import scrl
 import ttrl
-from engine import checkpoint, initial_votes, options
+from engine import checkpoint, options
 from engine.base import UserError, seed_of
 from engine.hf_sampler import HFSampler
-from engine.policy import Rollout
+from engine.log import read_metrics
+from common import Rollout
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
              eval_every=3, eval_samples=1)
@@ -81,7 +84,7 @@ def wait_for(condition, process) -> bool:
 
 
 def metrics_of(out):
-    return untimed(read_lines(out / "metrics.jsonl"))
+    return untimed(read_metrics(out))
 
 
 def assert_same_runs(out, whole):
@@ -143,7 +146,7 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, numbe
     assert [begun["args"]["resume"] for begun in [*record["before"], record]] == [False, True]
 
 
-def test_a_signal_in_the_middle_of_a_print_is_a_traceback(tmp_path, monkeypatch):
+def test_a_signal_in_the_middle_of_a_print_stops_the_run(tmp_path, monkeypatch):
     signals = [signal.SIGTERM]
 
     class Stderr(io.FileIO):
@@ -202,7 +205,7 @@ def test_damaged_checkpoint_falls_back_with_a_warning(tmp_path, interrupted, who
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "final"])
-def test_progress_without_a_usable_checkpoint_is_thrown_away(tmp_path, interrupted, whole, left):
+def test_progress_without_a_usable_checkpoint_is_kept(tmp_path, interrupted, whole, left):
     out = tmp_path / "run"
     shutil.copytree(whole if left == "final" else interrupted, out)
     if left == "final":
@@ -236,7 +239,7 @@ def first_step(tmp_path_factory):
 @pytest.mark.parametrize("file, sentence", [
     ("", ""), ("model/model.safetensors", "the weights of --model"), ("data.jsonl", "the data of --dataset"),
     ("bench.jsonl", "the data of --eval"), ("model/generation_config.json", "the stop tokens of --model")])
-def test_a_run_goes_on_with_other_content_under_the_same_names(
+def test_a_run_with_other_content_under_the_same_names_is_refused(
         tmp_path, monkeypatch, first_step, file, sentence):
     shutil.copytree(first_step, tmp_path, dirs_exist_ok=True)  # content counts, not its place
     monkeypatch.chdir(tmp_path)
@@ -255,7 +258,7 @@ def test_a_run_goes_on_with_other_content_under_the_same_names(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_00000005"])
-def test_a_link_in_a_strangers_folder_is_written_through(tmp_path, interrupted, name):
+def test_a_link_in_a_strangers_folder_is_refused(tmp_path, interrupted, name):
     out, victim = tmp_path / "run", tmp_path / "victim"
     shutil.copytree(interrupted, out)
     victim.write_text("mine")
@@ -314,7 +317,7 @@ def test_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole
         shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("*.partial"))
     finally:
         subprocess.run(["umount", "-l", str(out)], check=True)
-    assert "No space left" in error and "--resume goes on from" in error and "Traceback" not in error
+    assert "No space left" in error and "--resume continues from" in error and "Traceback" not in error
     finish(tmp_path / "copy", eval="", resume=True)
     assert_equal(fresh_state(tmp_path / "copy/final"), fresh_state(whole / "final"))
 
@@ -324,14 +327,15 @@ def test_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole
 def parse_resumed(tmp_path, monkeypatch):
     """parse_resumed(script, *flags): the arguments that --resume takes from the run.json of a run of ttrl.py
     by another version, with an option that is unknown and without one that is known."""
-    args = vars(ttrl.Args(**toy_of(ttrl) | dict(votes=24, out=str(tmp_path)))) | dict(no_such_option=3)
+    values = toy_of(ttrl) | dict(votes=24, out=str(tmp_path))
+    args = options.flat(options.with_values(ttrl.Args, values)) | dict(no_such_option=3)
     del args["grad_clip"]
     (tmp_path / "run.json").write_text(json.dumps(dict(script="ttrl", args=args, identity={"data": "1"})))
 
     def parse(script, *flags):
         module = importlib.import_module(script)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--resume", "--out", str(tmp_path), *flags])
-        return options.parse(module.Args, toy_of(module))
+        return options.parse(module.Args, toy_of(module), common.SMOLLM2)
 
     return parse
 
@@ -339,24 +343,25 @@ def parse_resumed(tmp_path, monkeypatch):
 def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     """`--resume --out FOLDER` is enough; what is given beside it wins and is said."""
     args = parse_resumed("ttrl")
-    assert (args.votes, args.seed, args.lr, args.grad_clip, args.resume) == (24, 1, 5e-4, 1.0, True)
+    assert (args.votes, args.seed, args.lr, args.grad_clip, args.machine.resume) == (24, 1, 5e-4, 1.0, True)
     capsys.readouterr()
     args = parse_resumed("ttrl", "--eval_samples", "7", "--lr=0.1", "--votes", "24")
-    assert (args.votes, args.eval_samples, args.lr, args.resume) == (24, 7, 0.1, True)
-    assert {"Resuming with another --eval_samples: 7 (was 16)",
-            "Resuming with another --lr: 0.1 (was 0.0005)"} <= set(capsys.readouterr().out.splitlines())
+    assert (args.votes, args.eval_samples, args.lr, args.machine.resume) == (24, 7, 0.1, True)
+    printed = capsys.readouterr().out.splitlines()
+    assert "Resuming with another --eval_samples: 7 (was 16)" in printed
+    assert "Resuming with another --lr: 0.1 (was 0.0005); the learning rate jumps to the new schedule" in printed
 
 
 @pytest.mark.parametrize("script, flags, sentence", [
     ("ttrl", ["--seed", "2"], "--seed is 2, but the run in .* has 1; start a new run."),
     ("scrl", [], "is a run of ttrl.py")])
-def test_resume_goes_on_with_another_run(parse_resumed, script, flags, sentence):
+def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
     with pytest.raises(UserError, match=sentence):
         parse_resumed(script, *flags)
 
 
 # ----------------------------------------------- the initial votes -----------------------------------------
-def test_initial_votes_go_on_after_a_kill(tmp_path):
+def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
     """Stored call by call, in one rename: no line is half written. What is stored is not asked again."""
     problems, path = tmp_path / "problems.jsonl", tmp_path / "run/initial_votes.jsonl"
     problems.write_text("\n".join((ROOT / "toy/train.jsonl").read_text().splitlines()[:6]))
@@ -366,99 +371,90 @@ def test_initial_votes_go_on_after_a_kill(tmp_path):
     assert sorted(stored) == list(range(6))
     kept = path.read_text().splitlines(keepends=True)[:3]
     path.write_text("".join(kept))
-    run = common.Run(toy_args(restrain, resume=True, **flags))
-    calls, sample = [], run.sample
+    run = common.start(toy_args(restrain, resume=True, **flags))
+    calls, sample = [], common.sample
 
-    def counted(prompts, n, limits=None):
+    def counted(run, step, prompts, n):
         calls.append({prompt.id for prompt in prompts})
-        return sample(prompts, n, limits)
+        return sample(run, step, prompts, n)
 
-    run.sample = counted
+    monkeypatch.setattr(common, "sample", counted)
     for _ in range(2):  # the same votes as the uninterrupted pass; the second time all are stored
-        assert initial_votes.initial_votes(run, prompts_per_call=2) == stored
+        assert common.initial_votes(run, prompts_per_call=2) == stored
     assert [len(ids) for ids in calls] == [2, 1]
     assert not set.union(*calls) & {json.loads(line)["id"] for line in kept}
 
 
-def test_count_votes_by_hand():
-    def votes(*answers):
-        responses = [Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in answers]
-        return initial_votes.count_votes(common.Problem("p"), responses)
-
-    assert votes("3", "0.5", None, r"\frac{1}{2}", "3", "3.0") == ("3", 3)
-    assert votes("7", "8") == ("7", 1)  # a tie: the answer seen first
-    assert votes(None, None) == (None, 0)
-
-
-# ------------------------------------------------ the run's verbs -----------------------------------------
-def bare_run(**overrides):
-    """A run without model, data or folder: for verbs that only compute."""
-    run = object.__new__(common.Run)
-    run.args, run.step, run.trained = common.Args(**overrides), 1, []
-    return run
+def test_initial_votes_by_hand(tmp_path, monkeypatch):
+    cases = {("3", "0.5", None, r"\frac{1}{2}", "3", "3.0"): ("3", 3),
+             ("7", "8"): ("7", 1),  # a tie: the answer seen first
+             (None, None): (None, 0)}
+    answers = [[Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in case] for case in cases]
+    monkeypatch.setattr(common, "sample", lambda run, step, prompts, n: answers)
+    quiet = SimpleNamespace(load=lambda tensors: None, sleep=lambda: None)
+    run = SimpleNamespace(args=common.Args(), log=SimpleNamespace(path=tmp_path), sampler=quiet,
+                          problems=[common.Problem("p", id=i) for i in range(3)],
+                          policy=SimpleNamespace(named_tensors=lambda: []))
+    assert list(common.initial_votes(run).values()) == list(cases.values())
 
 
+# ------------------------------------------------ the loop's functions ------------------------------------
 def test_learning_rate_by_hand():
-    run, rates = bare_run(lr=1.0, warmup=0.2), []
-    run.total_steps = 10
-    for run.step in range(1, 11):
-        rates.append(run.learning_rate())
+    rates = [common.learning_rate(common.Args(lr=1.0, warmup=0.2), step, 10) for step in range(1, 11)]
     # two warm-up steps 1/2 and 1, then a cosine over the other eight that is 0 at step 11: cos(pi k / 9)
     assert rates[:2] == [0.5, 1.0]
     assert rates[2] == pytest.approx(0.5 * (1 + 0.9396926))
     assert rates[5] == pytest.approx(0.5 * (1 + 0.1736482))  # k = 4: cos(80 degrees)
     assert rates[-1] == pytest.approx(0.5 * (1 - 0.9396926), abs=1e-6)
-    run.args.warmup, run.step = 0.0, 1  # without warm-up the cosine has one step of full rate before it
-    assert run.learning_rate() == 1.0
+    # without warm-up the cosine has one step of full rate before it
+    assert common.learning_rate(common.Args(lr=1.0, warmup=0.0), 1, 10) == 1.0
 
 
 def test_every_epoch_is_a_new_order_and_no_batch_holds_a_problem_twice():
-    run = bare_run(prompts_per_batch=3)
-    run.problems = list("abcdefgh")  # 8 problems: two batches an epoch, two are left over
-    batches = [run.next_prompts(number) for number in range(1, 21)]  # also beyond the steps
+    args, problems = common.Args(prompts_per_batch=3), list("abcdefgh")  # two batches an epoch, two left over
+    batches = [common.next_prompts(args, problems, number) for number in range(1, 21)]
     epochs = [first + second for first, second in zip(batches[::2], batches[1::2])]
     assert all(len(set(epoch)) == 6 for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 10
     assert {problem for epoch in epochs for problem in epoch} == set("abcdefgh")
-    run.step = 7
-    assert run.next_prompts() == batches[6]  # the step's
-    run.args.seed = 2
-    assert run.next_prompts() != batches[6]
+    assert common.next_prompts(dataclasses.replace(args, seed=2), problems, 7) != batches[6]
 
 
 @pytest.mark.parametrize("kind", ["mixed", "by_prompt"])
 def test_minibatches_are_a_partition(kind):
-    run, train = bare_run(minibatches=kind, num_minibatches=3), random_rollouts(12)
-    parts = run.minibatches(train)
+    args, train = common.Args(minibatches=kind, num_minibatches=3), random_rollouts(12)
+    parts = common.minibatches(args, 1, train)
     assert sorted(sum(parts, []), key=train.index) == train and [len(part) for part in parts] == [4] * 3
-    run.step = 2
-    assert (run.minibatches(train) == parts) == (sum(parts, []) == train) == (kind == "by_prompt")
-    run.args.num_minibatches = 50
-    assert len(run.minibatches(train)) == 12 and run.minibatches([]) == []  # no empty optimizer step
+    assert (common.minibatches(args, 2, train) == parts) == (sum(parts, []) == train) == (kind == "by_prompt")
+    args.num_minibatches = 50
+    assert len(common.minibatches(args, 2, train)) == 12  # no empty optimizer step
+    assert common.minibatches(args, 2, []) == []
 
 
 @pytest.mark.parametrize("dtype, shift, tokens, result", [
     ("float32", 1e-5, 8, "goes on"), ("float32", 0.01, 1, "ends"), ("float32", 0.01, 0, "goes on"),
     ("bfloat16", 0.04, 8, "goes on"), ("bfloat16", 0.06, 8, "warns"), ("bfloat16", 0.6, 8, "ends")])
-def test_a_sampler_of_other_weights_stops_no_run(dtype, shift, tokens, result):
+def test_a_sampler_of_other_weights_stops_the_run(dtype, shift, tokens, result, monkeypatch):
     """float32: if one token differs. bfloat16 rounds: on average 0.05 is a warning, 0.5 the end."""
-    run, warned, (response,) = bare_run(), [], random_rollouts(1, shortest=8, longest=8)
-    run.dtype, run.say = getattr(torch, dtype), warned.append
-    response.old_logp = response.logprobs + shift * (torch.arange(8) < tokens)
+    warned, (response,) = [], random_rollouts(1, shortest=8, longest=8)
+    run = SimpleNamespace(args=common.Args(), dtype=getattr(torch, dtype),
+                          log=SimpleNamespace(lap=lambda name: None))
+    monkeypatch.setattr(common, "say", warned.append)
+    response.old_logp = response.sampler_logp + shift * (torch.arange(8) < tokens)
     if result == "ends":
         with pytest.raises(UserError, match=f"sampler does not run the current policy: .* by up to {shift}"):
-            run.check_sampler([response])
-    else:
-        run.check_sampler([response] if tokens else [])  # Dynamic RL without a usable question
+            common.check_sampler(run, [response])
+        return
+    found = common.check_sampler(run, [response] if tokens else [])  # []: Dynamic RL, no usable question
     warning = "Warning: sampler and trainer log-probs differ by 0.060 on average."
     assert warned == [warning] * (result == "warns")
     expected = dict(logp_diff_max=shift * (tokens > 0), logp_diff_mean=shift * tokens / 8)
-    assert run.logp_diff == pytest.approx(expected)
+    assert found == pytest.approx(expected)
 
 
-def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
+def test_every_sync_begins_with_a_sleeping_sampler(tmp_path, monkeypatch):
     """vLLM's KV cache and the gathered weights may not fit together, nor it and what restoring takes. Sync,
-    generate, sleep: at the start, then each step twice, for its rollouts and its evaluation."""
+    generate, sleep: each step once, with an evaluation if one is due; and one more sync for the last one."""
     calls = []
 
     def noted(letter, function):
@@ -469,11 +465,11 @@ def test_no_sync_begins_with_an_awake_sampler(tmp_path, monkeypatch):
 
     for name in ("load", "generate", "sleep"):
         monkeypatch.setattr(HFSampler, name, noted(name[0], getattr(HFSampler, name)))
-    monkeypatch.setattr(checkpoint, "restore", noted("r", checkpoint.restore))
+    monkeypatch.setattr(checkpoint, "load_newest", noted("r", checkpoint.load_newest))
     few = dict(max_new_tokens=8, eval="toy_test", eval_samples=1, eval_every=1, checkpoint_every=1)
     run_toy(ttrl, tmp_path / "run", steps=1, **few)
     run_toy(ttrl, tmp_path / "run", steps=2, resume=True, **few)
-    assert re.fullmatch("slg+s" "lg+slg+s" "sr" "lg+slg+s", "".join(calls)), calls
+    assert re.fullmatch("s" "lg{2,}s" "lg+" "sr" "lgs" "lg+", "".join(calls)), calls
 
 
 def test_seeds_derive_from_step_and_problem_alone(watch):
@@ -484,7 +480,7 @@ def test_seeds_derive_from_step_and_problem_alone(watch):
 
 
 @pytest.mark.parametrize("module", [ttrl, scrl])
-def test_gold_answers_reach_the_weights(tmp_path, module):
+def test_gold_answers_never_reach_the_weights(tmp_path, module):
     """With nonsense as gold answers a run without --labels gold ends with the same weights."""
     rows = read_lines(ROOT / "toy/train.jsonl")[:8]
     for name, change in (("right", {}), ("nonsense", dict(answer="0"))):

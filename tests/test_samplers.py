@@ -10,19 +10,17 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import common
 import ttrl
-from common import UserError, VLLMSampler
-from engine import hf_sampler
-from engine.base import seed_of
+from engine import builtin, hf_sampler
+from engine.base import Request, UserError, seed_of
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler, draw, uniform_numbers
-from engine.policy import Request
-from engine.setup import has_vllm
+from engine.vllm_sampler import VLLMSampler, has_vllm
 
 CPU = torch.device("cpu")
-TOY = common.TOY_MODEL
+TOY = builtin.TOY_MODEL
 TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
-QUESTIONS = [problem.question for problem in load_problems("toy", quiet=True)[:4]]
+QUESTIONS = [problem.question for problem in load_problems(common.Problem, "toy", quiet=True)[:4]]
 PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 
@@ -98,7 +96,7 @@ def test_responses_whose_keys_and_values_do_not_fit_together_are_others(monkeypa
 
 def test_logprobs_are_the_trainers_also_after_updates(sampler):
     policy = make_policy()
-    original = [(name, tensor.clone()) for name, tensor in policy.named_tensors(torch.float32)]
+    original = [(name, tensor.clone()) for name, tensor in policy.named_tensors()]
     groups = sampler.generate(requests(), 0.8)
     assert error(policy, groups) < 1e-5
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
@@ -109,14 +107,14 @@ def test_logprobs_are_the_trainers_also_after_updates(sampler):
         optimizer.step()
         optimizer.zero_grad()
     assert error(policy, sampler.generate(requests(), 0.8)) > 1e-2  # the sampler was not told
-    sampler.load(policy.named_tensors(torch.float32))
+    sampler.load(policy.named_tensors())
     # the update made large logits; the long prompt's come from the prefix cache if it is not dropped
     assert error(policy, sampler.generate(requests(), 0.8)) < 1e-4
     sampler.load(original)
 
 
 def test_a_weight_that_was_not_taken_is_an_error(sampler):
-    tensors = list(make_policy().named_tensors(torch.float32))
+    tensors = list(make_policy().named_tensors())
     without_one = [t for t in tensors if "layers.1.mlp.down_proj" not in t[0]]
     assert len(without_one) == len(tensors) - 1
     with pytest.raises(RuntimeError, match="weights"):
@@ -186,11 +184,11 @@ def test_two_samples_draw_the_same_numbers():
 
 def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     """A whole run goes well; one whose second step's weights do not reach the sampler ends there."""
-    monkeypatch.setattr(common, "VLLMSampler", lambda *arguments: sampler)
+    monkeypatch.setattr("engine.startup.VLLMSampler", lambda *arguments: sampler)
     flags = dict(sampler="vllm", lr=1e-3)
     lines = run_toy(ttrl, tmp_path / "run", **flags)
     assert len(lines) == 2 and max(line["logp_diff_max"] for line in lines) < 1e-4
-    sampler.load(make_policy().named_tensors(torch.float32))
+    sampler.load(make_policy().named_tensors())
     monkeypatch.setattr(sampler, "load", lambda tensors: None)
     with pytest.raises(UserError, match="the sampler does not run the current policy"):
         run_toy(ttrl, tmp_path / "stale", **flags)

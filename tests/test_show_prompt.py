@@ -10,6 +10,7 @@ import pytest
 from conftest import toy_args
 
 import common
+from engine import builtin
 from engine.data import SUFFIX, SYSTEM, load_problems
 
 # Qwen2.5's template, in short: where no system turn is given it inserts one of its own
@@ -39,13 +40,13 @@ def shown(script: str, capsys, **flags) -> dict[str, str]:
 
 def test_another_prompt_is_shown_than_is_sent(tmp_path, capsys):
     """The toy's; and those of a folder without weights, whose template inserts a system turn."""
-    question = load_problems("toy", quiet=True)[0].question
+    question = load_problems(common.Problem, "toy", quiet=True)[0].question
     assert shown("ttrl", capsys) == {"first problem of --dataset": USER_TURN.format(question)}
     own = {"z_0": USER_TURN.format("Write a problem.")}
     assert shown("dynamic_rl", capsys) == own
 
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(common.TOY_MODEL) / name, tmp_path / name)
+        shutil.copy(Path(builtin.TOY_MODEL) / name, tmp_path / name)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=QWEN)))
     room = dict(model=str(tmp_path), max_prompt_tokens=256, out=str(tmp_path / "run"))

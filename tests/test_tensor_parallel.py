@@ -13,6 +13,8 @@ from test_ranks import free_port
 import common
 import ttrl
 from engine import base
+from engine.log import read_metrics
+from engine.options import with_values
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS = dict(dataset="toy", sampler="vllm", steps=2, votes=4, train_samples=4, prompts_per_batch=4,
@@ -31,7 +33,7 @@ def run(folder, model, ranks, parallel) -> list[dict]:
     command += [f"--{name}={value}" for name, value in flags.items()]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return read_lines(out / "metrics.jsonl")
+    return read_metrics(out)
 
 
 def texts(out) -> list[list[str]]:
@@ -69,15 +71,12 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
         return parts
 
     def on_rank(rank):
-        def work(share):
-            shares[rank] = share
-            return [(item, rank) for item in share]
-
         this.rank = rank
-        return base.sharded(list(range(count)), work, per_engine)
+        shares[rank] = base.share_of_rank(list(range(count)), per_engine)
+        return base.gather_shares([(item, rank) for item in shares[rank]], per_engine)
 
     monkeypatch.setattr(base, "rank_and_ranks", lambda: (this.rank, 4))
-    monkeypatch.setattr(base, "gather", gather)
+    monkeypatch.setattr(base, "all_gather", gather)
     with ThreadPoolExecutor(4) as threads:
         for results in threads.map(on_rank, range(4)):
             assert [item for item, _ in results] == list(range(count))
@@ -92,13 +91,14 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
 ])
 def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert ttrl.Args(**{"sampler": "vllm", **values}).errors() == [sentence]
+    assert with_values(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
 
 
 def test_a_model_that_does_not_split_is_loaded(tmp_path, monkeypatch):
     """The toy has 3 heads."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    args = ttrl.Args(**common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
+    args = with_values(
+        ttrl.Args, common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
     with pytest.raises(base.UserError, match="--tensor_parallel is 2, but must divide the attention heads"):
-        common.Run(args)
+        common.start(args)
     assert not (tmp_path / "run").exists()

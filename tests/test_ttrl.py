@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import run_toy
 
-import common
+from engine.metrics import mean
 import ttrl
 from common import Problem, Rollout, answer_classes
 from ttrl import group_advantages, majority_reward
@@ -60,7 +60,7 @@ def test_learning_and_that_the_test_can_fail(tmp_path, monkeypatch):
     lines = run_toy(ttrl, tmp_path / "right", **options)
     start, end = lines[0]["eval/train/pass@1"], lines[-1]["eval/train/pass@1"]
     assert end > start + 0.06  # two standard errors of 512 samples
-    assert common.mean(line["reward"] for line in lines[-2:]) > lines[1]["reward"]
+    assert mean(line["reward"] for line in lines[-2:]) > lines[1]["reward"]
 
     def turned(classes):
         return 1 - majority_reward(classes)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import common
-from engine.setup import has_vllm
+from engine import builtin, vllm_sampler
+from engine.vllm_sampler import has_vllm
 
 if not has_vllm():
     pytest.skip("optional: vLLM is not installed", allow_module_level=True)
@@ -32,7 +33,7 @@ def constructor(monkeypatch):
 
 def sampler(device="cuda", **flags):
     args = common.Args(max_prompt_tokens=384, max_new_tokens=64, **flags)
-    return common.VLLMSampler(args, "M", [2], torch.device(device), torch.bfloat16, dummy=True)
+    return vllm_sampler.VLLMSampler(args, "M", [2], torch.device(device), torch.bfloat16, dummy=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -41,7 +42,7 @@ def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
     sampler(device, tensor_parallel=2, gpu_memory=0.3)
     given = constructor.call_args.kwargs
     assert given.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
-    EngineArgs(model=common.TOY_MODEL, **given)
+    EngineArgs(model=builtin.TOY_MODEL, **given)
     assert given["logprobs_mode"] in typing.get_args(LogprobsMode)
     assert given["distributed_executor_backend"] in typing.get_args(DistributedExecutorBackend)
     expected = dict(tensor_parallel_size=2, max_model_len=448, dtype="bfloat16", load_format="dummy",
@@ -63,7 +64,7 @@ def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):
     engine.load([])
     assert llm.method_calls == [
         mock.call.wake_up(tags=["weights"]),
-        mock.call.collective_rpc(common._load_into_worker, args=([],)),
+        mock.call.collective_rpc(vllm_sampler._load_into_worker, args=([],)),
         mock.call.reset_prefix_cache(),
         mock.call.wake_up(tags=["kv_cache"]),
     ]

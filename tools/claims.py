@@ -32,12 +32,13 @@ import torch
 from matplotlib import pyplot
 from scipy import stats
 
+import common
 import ettrl
 import restrain
 import scrl
 import ttrl
-from common import UserError
-from engine.runfolder import read_jsonl
+from engine.base import UserError
+from engine.log import read_jsonl
 from tools import compare, plot
 from tools.explain import sample_votes
 
@@ -218,7 +219,7 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
 # ------------------------------------------ votes, no training ----------------------------------------------
 def vote_row(classes: list, right: list[bool], entropies: list[float]) -> dict:
     """What the methods make of one vote, by the names that claims use: values or None, and conditions."""
-    n, top = len(classes), ttrl.majority(classes)
+    n, top = len(classes), common.majority(classes)
     gold = classes[right.index(True)] if any(right) else None
     won, share = top is not None and top == gold, classes.count(top) / n
     many = restrain.majority_count(classes) >= 3 * n / 16

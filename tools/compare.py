@@ -23,9 +23,9 @@ import sys
 import time
 from pathlib import Path
 
-import common
 import torch
-from engine import setup
+from engine import log
+from engine.base import UserError
 from tools import plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def state_of(folder: Path, command: list[str]) -> str:
     script, *flags = command
     run = json.loads(record.read_text(encoding="utf-8"))
     given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
-    if given[1:] != flags or run.get("code") != setup.code_digest(ROOT / script):
+    if given[1:] != flags or run.get("code") != log.code_digest(ROOT / script):
         return "other"
     return "finished" if (folder / "final").exists() else "unfinished"
 
@@ -97,7 +97,7 @@ def start(folder: Path, command: list[str]) -> multiprocessing.Process:
 def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     """Run the commands {folder: command} that are not finished, `workers` at a time.
 
-    Raises common.UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on
+    Raises UserError if one fails. However this ends, no run is left behind: each is sent SIGTERM, on
     which it finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if state_of(folder, command) != "finished"]
@@ -111,7 +111,7 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
             time.sleep(1)
             for folder in [folder for folder, process in running.items() if process.exitcode is not None]:
                 if running.pop(folder).exitcode:
-                    raise common.UserError(f"a run failed; see {folder.parent}/logs, {folder.name}.txt.")
+                    raise UserError(f"a run failed; see {folder.parent}/logs, {folder.name}.txt.")
     finally:
         for process in running.values():
             process.terminate()
@@ -170,7 +170,7 @@ def main() -> None:
         subprocess.run(["make", *(f"{name}.py" for name in folders if name != "TTRL")], cwd=ROOT, check=True)
     try:
         run_all(jobs, max(1, options.workers))
-    except common.UserError as error:
+    except UserError as error:
         sys.exit(f"Error: {error}")
     text = table({name: list(map(plot.read_metrics, seeds)) for name, seeds in folders.items()})
     (out / f"{options.set}.md").write_text(text + "\n", encoding="utf-8")

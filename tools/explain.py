@@ -23,8 +23,9 @@ import evol_rl
 import restrain
 import scrl
 import ttrl
-from engine.embedder import Embedder
-from engine.options import overrides_of
+from engine.base import UserError
+from engine.options import defaults_of, with_values
+from evol_rl import Embedder
 
 
 class Vote:
@@ -122,15 +123,15 @@ def as_text(vote: Vote, embed=None) -> str:
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:
     """n responses of the initial model to each of the first problems."""
-    options = overrides_of(common.Args, common.TOY, model) | dict(model=model)
+    options = defaults_of(model) | dict(model=model)
     options |= dict(eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n, prompts_per_batch=1,
                     num_minibatches=1, dataset=dataset or options.get("dataset", ""))
     options |= dict(prompt=prompt) if prompt else {}
     with tempfile.TemporaryDirectory() as folder:
-        run = common.Run(common.Args(**options, out=str(Path(folder) / "run")))
-        run.sampler.load(run.policy.named_tensors(run.dtype))
+        run = common.start(with_values(common.Args, options | dict(out=str(Path(folder) / "run"))))
+        run.sampler.load(run.policy.named_tensors())
         prompts, votes = run.problems[:problems], []
-        for question, responses in zip(prompts, run.sample(prompts, n)):
+        for question, responses in zip(prompts, common.sample(run, 1, prompts, n)):
             run.policy.score_old(responses, run.args.temperature)
             entropies = [response.mean(response.entropy.double()) for response in responses]
             votes.append(Vote(question, responses, entropies))
@@ -162,7 +163,7 @@ def main() -> None:
               "entropy, nats. ETTRL x: EAR's factor.")
         for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
             print(as_text(vote, embed))
-    except common.UserError as error:
+    except UserError as error:
         sys.exit(f"Error: {error}")
 
 

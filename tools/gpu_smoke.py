@@ -18,10 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch  # before ttrl, as ttrl.py itself does: common.py still sets the allocator in time
+from engine import builtin  # first: it sets what torch reads when it is loaded
+import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import common
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -41,7 +41,7 @@ def make_model(folder: Path, size: str) -> None:
                          pad_token_id=2, tie_word_embeddings=True)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(common.TOY_MODEL) / name, folder)
+        shutil.copy(Path(builtin.TOY_MODEL) / name, folder)
 
 
 def run(name: str, out: Path, flags: list[str], ranks: int = 1) -> dict:
@@ -69,7 +69,7 @@ def main() -> None:
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}", end=", ")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
     given = torch._C._accelerator_getAllocatorSettings()
-    assert "expandable_segments:True" in given, f"torch did not get common.py's allocator settings: '{given}'"
+    assert "expandable_segments:True" in given, f"torch did not get the allocator settings: '{given}'"
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model", Path(folder) / "run"
         make_model(model, size)

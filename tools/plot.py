@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from engine.base import UserError
-from engine.runfolder import read_jsonl
+from engine import log
 
 # pass@k and maj@k are those of the benchmark's largest k.
 PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority_ratio entropy
@@ -47,9 +47,9 @@ COLUMNS = 3
 
 # ---------------------------------------------- reading --------------------------------------------------
 def read_metrics(folder: Path) -> list[dict]:
-    """The numbers of every line of a run's metrics.jsonl that has a step."""
+    """The numbers of every step of a run, with those of its evaluation."""
     lines = []
-    for line in read_jsonl(Path(folder) / "metrics.jsonl"):
+    for line in log.read_metrics(folder):
         numbers = {name: value for name, value in line.items()
                    if isinstance(value, int | float) and math.isfinite(value)}
         if "step" in numbers:

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError
-from engine.runfolder import read_jsonl
+from engine.log import read_jsonl
 from tools import plot
 
 SHOWN_STEPS = 50
@@ -52,7 +52,7 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
     votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
-    of the script's own (`run.log_sample`), both of at most 50 steps, evenly chosen."""
+    of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
     record = folder / "run.json"
     about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     args, votes, kept, others = about.get("args", {}), [], [], []

@@ -50,6 +50,16 @@ Format the output as follows:
 Question: <math question here>
 
 Solution: <step-by-step solution here>"""
+# SmolLM2 writes no question without two worked examples as earlier turns.
+EXAMPLE = """Write a problem.<|im_end|>
+<|im_start|>assistant
+Question: What is {}?
+
+Solution: {}<|im_end|>
+<|im_start|>user
+"""
+EXAMPLES = (EXAMPLE.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
+            + EXAMPLE.format("5 * 6 + 7", "5 * 6 = 30, 30 + 7 = 37, so \\boxed{37}."))
 
 
 @dataclass
@@ -401,17 +411,6 @@ def main(args: Args) -> None:
         common.evaluate(run, run.total_steps)
     log.finish()
 
-
-# SmolLM2 writes no question without two worked examples as earlier turns.
-EXAMPLE = """Write a problem.<|im_end|>
-<|im_start|>assistant
-Question: What is {}?
-
-Solution: {}<|im_end|>
-<|im_start|>user
-"""
-EXAMPLES = (EXAMPLE.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}.")
-            + EXAMPLE.format("5 * 6 + 7", "5 * 6 = 30, 30 + 7 = 37, so \\boxed{37}."))
 
 if __name__ == "__main__":
     common.launch(

@@ -28,9 +28,9 @@ def few_answers(responses: list) -> str:
     if len(silent) <= len(responses) / 2:
         return ""
     share, cut = 1 - len(silent) / len(responses), mean(not response.finished for response in responses)
-    return (f"only {share:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds "
-            "it). Either --prompt does not bring this model to give one (--show_prompt shows it; small "
-            "models need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
+    return (f"only {share:.0%} of the responses have an answer in \\boxed{{}}. "
+            "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
+            "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
             f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
 
 

@@ -52,7 +52,7 @@ def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
 def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
     """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / "a.jsonl").write_bytes(content.encode())
-    assert questions_and_answers(tmp_path / "a.jsonl", answer_keys=list) == [problem]
+    assert questions_and_answers(tmp_path / "a.jsonl", exact=True) == [problem]
 
 
 BAD_FILES = {

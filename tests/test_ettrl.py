@@ -15,7 +15,7 @@ from ettrl import Args, Fork, choose_forks, fork_points, graft, reshape_advantag
     (12, 0, 2, 12)])   # without forks the M trunks alone
 def test_leaves_by_hand(m, n, b, expected):
     assert tree_leaves(m, n, b) == expected
-    args = Args(trunks=m, forks=n, branches=b, train_samples=1)
+    args = Args(trunks=m, forks=n, branches=b, train_samples=2)
     assert args.responses_per_prompt() == expected and args.errors() == []
 
 

@@ -124,7 +124,7 @@ def test_a_strangers_folder_runs_its_code(tmp_path, launch, stopped):
     assert executed.exists()  # it would have
 
 
-def test_an_evaluation_without_answers_says_nothing(tmp_path, launch):
+def test_an_evaluation_without_answers_says_why(tmp_path, launch):
     code, printed, _ = launch("evaluate", benchmarks="toy_test", samples=1, max_new_tokens=2,
                               out=tmp_path / "run")
     assert code == 0 and "Warning: toy_test: only 0% of the responses have an answer in \\boxed{}." in printed

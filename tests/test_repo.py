@@ -168,7 +168,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", dict(embedder="nowhere"), "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", dict(out="/proc/run"), "--out is '/proc/run', "),
-    ("ttrl", dict(resume=True), "--resume needs --out, the folder of the run to go on with."),
+    ("ttrl", dict(resume=True), "--resume needs --out, the folder of the run to continue."),
     ("ttrl", dict(resume=True, out="nowhere"), "--resume: nowhere/run.json cannot be read, it does not ")]
 
 

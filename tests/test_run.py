@@ -349,7 +349,8 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     assert (args.votes, args.eval_samples, args.lr, args.machine.resume) == (24, 7, 0.1, True)
     printed = capsys.readouterr().out.splitlines()
     assert "Resuming with another --eval_samples: 7 (was 16)" in printed
-    assert "Resuming with another --lr: 0.1 (was 0.0005); the learning rate jumps to the new schedule" in printed
+    jump = "; the learning rate jumps to the new schedule"
+    assert f"Resuming with another --lr: 0.1 (was 0.0005){jump}" in printed
 
 
 @pytest.mark.parametrize("script, flags, sentence", [
@@ -389,8 +390,10 @@ def test_initial_votes_by_hand(tmp_path, monkeypatch):
     cases = {("3", "0.5", None, r"\frac{1}{2}", "3", "3.0"): ("3", 3),
              ("7", "8"): ("7", 1),  # a tie: the answer seen first
              (None, None): (None, 0)}
-    answers = [[Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in case] for case in cases]
-    monkeypatch.setattr(common, "sample", lambda run, step, prompts, n: answers)
+    groups = []
+    for case in cases:
+        groups.append([Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in case])
+    monkeypatch.setattr(common, "sample", lambda run, step, prompts, n: groups)
     quiet = SimpleNamespace(load=lambda tensors: None, sleep=lambda: None)
     run = SimpleNamespace(args=common.Args(), log=SimpleNamespace(path=tmp_path), sampler=quiet,
                           problems=[common.Problem("p", id=i) for i in range(3)],

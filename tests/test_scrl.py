@@ -98,11 +98,13 @@ def test_rewards_without_a_positive_label_or_other_answers():
 def test_ablations_of_table_3():
     assert one_each(scrl_rewards(CLASSES, ENTROPIES, hard=True)) == [1, 0, -1, 0, -1]
     # No gate: 3, too, is negative, (0.0625 - 0.125) + 0.01625 = -0.04625
-    labels = pseudo_labels(CLASSES, ENTROPIES, entropy_gate=False)
-    assert one_each(scrl_rewards(CLASSES, ENTROPIES, labels=labels))[3] == pytest.approx(-0.04625)
+    positive, negatives = pseudo_labels(CLASSES, ENTROPIES, entropy_gate=False)
+    rewards = scrl_rewards(CLASSES, ENTROPIES, positive=positive, negatives=negatives)
+    assert one_each(rewards)[3] == pytest.approx(-0.04625)
     # No negatives: 2 has the entropy term only, -0.1 (1.2 - 0.3625)
-    labels = pseudo_labels(CLASSES, ENTROPIES, negatives=False)
-    assert one_each(scrl_rewards(CLASSES, ENTROPIES, labels=labels))[2] == pytest.approx(-0.08375)
+    positive, negatives = pseudo_labels(CLASSES, ENTROPIES, negatives=False)
+    rewards = scrl_rewards(CLASSES, ENTROPIES, positive=positive, negatives=negatives)
+    assert one_each(rewards)[2] == pytest.approx(-0.08375)
     # No selection: a tie of 1/4 each goes to the answer seen first
     tie, entropies = [5, 3, 5, 3, 0, 0, 1, 2], [0.0] * 8
     assert pseudo_labels(tie, entropies, negatives=False) == (None, set())

@@ -36,7 +36,7 @@ def steps_of(script: str) -> dict[int, list[str]]:
     """{number of a step: its lines} of a script's main, 0: what stands before step 1."""
     text = (ROOT / f"{script}.py").read_text()
     steps, number = {0: []}, 0
-    for line in text[text.index("def main("):text.index("\n    run.finish()")].splitlines():
+    for line in text[text.index("def main("):text.index("\n\n    policy.save(")].splitlines():
         if begins := re.match(r" {8}# (\d)\. ", line):
             number = int(begins[1])
         steps.setdefault(number, []).append(line)

@@ -62,23 +62,23 @@ class Plan:
 
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
-        a, c = self.args, self.c
+        a, machine, c = self.args, self.args.machine, self.c
         head, shard = self.vocabulary * self.hidden, self.weights / self.ranks
-        offload = a.offload == "optimizer"
+        offload = machine.offload == "optimizer"
         stays = {"weights and Adam": 4 * head / self.ranks if offload else 12 * shard,
-                 "reference": c * shard if a.kl_coef > 0 and a.offload == "none" else 0}
+                 "reference": c * shard if a.kl_coef > 0 and machine.offload == "none" else 0}
         rows = -(-a.prompts_per_batch * a.train_samples // a.num_minibatches)
         tokens = max(self.length, min(self.micro_tokens, rows * self.length // self.ranks))
         # kept for the backward pass: norms (Qwen3: of q and k, too), q, k, v, output, gate, up, their product
         layer = c * tokens * (8 * self.hidden + 4 * self.inner + 6 * self.q + 4 * self.kv)
-        inputs = c * tokens * self.hidden * self.layers
+        inputs, keep = c * tokens * self.hidden * self.layers, machine.gradient_checkpointing == "off"
         update = {"gradients": 0 if offload else 4 * shard,
                   "gathered weights": c * (self.root + 2 * self.layer),
-                  "activations": self.layers * layer if a.gradient_checkpointing == "off" else inputs + layer,
+                  "activations": self.layers * layer if keep else inputs + layer,
                   "logits": 20 * min(HEAD_CHUNK, tokens * self.vocabulary),
                   "gradient of the head": 2 * c * head, "vLLM": ASLEEP}
-        sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / a.tensor_parallel}
-        sampling = {"vLLM": a.gpu_memory * self.gpu}
+        sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / machine.tensor_parallel}
+        sampling = {"vLLM": machine.gpu_memory * self.gpu}
         return dict(sampling=stays | sampling, update=stays | update, sync=stays | sync)
 
     def cached_sequences(self) -> int:

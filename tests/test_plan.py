@@ -10,6 +10,7 @@ from transformers import AutoConfig
 import ttrl
 from engine import plan as planning
 from engine.base import UserError
+from engine.options import flat, with_values
 from engine.plan import GIB, Plan, check_plan
 
 SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, vocabulary, tied head
@@ -29,7 +30,7 @@ def config_of(name: str):
 
 
 def plan_of(name: str, gpus: int, gib: float, **flags):
-    return Plan(ttrl.Args(gpus=gpus, gpu_gib=gib, **flags), config_of(name))
+    return Plan(with_values(ttrl.Args, dict(gpus=gpus, gpu_gib=gib) | flags), config_of(name))
 
 
 def test_a_phase_takes_other_terms():
@@ -106,7 +107,7 @@ def test_the_table_of_the_page_is_not_the_plans():
     for name, gpus, gb, flags, cells in rows:
         values = {}
         for flag, value in re.findall(r"--(\S+) ([^ `]+)", flags):
-            values[flag] = type(getattr(ttrl.Args, flag))(value)
+            values[flag] = type(flat(ttrl.Args())[flag])(value)
         made = plan_of(name, int(gpus), int(gb) * 0.98, **values)
         assert bool(made.misfit()) == (flags == "does not fit"), (name, gpus, made.verdict())
         numbers = [sum(parts.values()) / GIB for parts in made.phases().values()]

@@ -15,11 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, fresh_state, read_lines, run_toy, toy_of, untimed
+from conftest import ROOT, SCRIPTS, fresh_state, launched_with, load_script, read_lines, run_toy, untimed
 from equations import relative_error
 from safetensors.torch import load_file, save_file
 
 import ttrl
+from engine.log import read_metrics
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -41,17 +42,17 @@ sys.path[:0] = [root, os.path.dirname(sys.argv[0])]
 import torch
 torch.set_num_threads(1)
 import common
-sample = common.Run.sample
+sample = common.sample
 
-def recorded(self, prompts, n, limits=None):
-    groups = sample(self, prompts, n, limits)
-    if self.rank == 0:
-        with open(str(self.out) + ".tokens", "a") as file:
+def recorded(run, step, prompts, n, limits=None):
+    groups = sample(run, step, prompts, n, limits)
+    if run.log.rank == 0:
+        with open(str(run.log.path) + ".tokens", "a") as file:
             for response in sum(groups, []):
-                file.write(json.dumps(dict(step=self.step, tokens=response.response_ids)) + chr(10))
+                file.write(json.dumps(dict(step=step, tokens=response.response_ids)) + chr(10))
     return groups
 
-common.Run.sample = recorded
+common.sample = recorded
 for job in json.loads(jobs):
     script = importlib.import_module(job["script"])
     child = os.fork()
@@ -65,7 +66,7 @@ for job in json.loads(jobs):
             node = job["nodes"][int(os.environ["RANK"])]
             os.chdir(node["folder"])
             sys.argv += node["flags"]
-        common.launch(script.main, script.Args, job["toy"])
+        common.launch(script.main, script.Args, **job["defaults"])
         sys.stdout.flush()
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -95,17 +96,17 @@ def ended(process, timeout=300) -> SimpleNamespace:
 
 def metrics_of(folder):
     """Without times, and without the difference of sampler and trainer, which is rounding."""
-    lines = untimed(read_lines(folder / "metrics.jsonl"))
+    lines = untimed(read_metrics(folder))
     for line in lines:
-        del line["logp_diff_max"], line["logp_diff_mean"]
+        line.pop("logp_diff_max", None), line.pop("logp_diff_mean", None)
     return lines
 
 
 # ----------------------------------------------- 1 rank = 2 ranks -----------------------------------------
 def job(script, out, *flags) -> dict:
-    module = importlib.import_module(script)
-    toy = module.TOY if script == "evaluate" else toy_of(module)
-    return dict(script=script, flags=[*flags, "--out", str(out)], out=str(out), port=free_port(), toy=toy)
+    defaults = launched_with(load_script(script))
+    return dict(script=script, flags=[*flags, "--out", str(out)], out=str(out), port=free_port(),
+                defaults=defaults)
 
 
 def drive(ranks, folder, *jobs):
@@ -220,7 +221,7 @@ def disagreeing(tmp_path_factory):
     weights["model.norm.weight"] += 0.1
     save_file(weights, folder / "1/model/model.safetensors", metadata={"format": "pt"})
     own_advantage = (ROOT / "ttrl.py").read_text().replace(
-        "responses[i].advantage = advantage", "responses[i].advantage = advantage * (1 + run.rank)")
+        "responses[i].advantage = advantage", "responses[i].advantage = advantage * (1 + log.rank)")
     (folder / "own_advantage.py").write_text(own_advantage)
 
     def nodes(name, *flags, script="ttrl", second=()) -> dict:
@@ -242,10 +243,10 @@ def disagreeing(tmp_path_factory):
     ("flag", "--lr is 0.0 on rank 1, but 0.001 on rank 0; all ranks need the same command"),
     ("data", "the data of --dataset is "),
     ("weights", "the weights of --model is "),
-    ("advantage", "the ranks have different batches: every rank must compute the same responses and"),
+    ("advantage", "the ranks have different advantages: every rank must compute the same, from all"),
     ("disk", "which another rank wrote: --out must be on a file system that all nodes share"),
 ])
-def test_ranks_train_on_although_they_do_not_have_the_same(disagreeing, name, sentence):
+def test_ranks_that_do_not_have_the_same_stop(disagreeing, name, sentence):
     assert sentence in (disagreeing / f"{name}.errors0").read_text()
     for rank in (0, 1):
         assert (disagreeing / f"{name}.code{rank}").read_text() != "0"
@@ -269,7 +270,7 @@ def test_vllm_on_two_nodes(tmp_path):
                 node.terminate()
         time.sleep(0.1)
     assert [node.returncode for node in nodes] == [0, 0], [ended(node).errors[-2000:] for node in nodes]
-    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["logp_diff_max"] < 1e-4 for line in lines)
 

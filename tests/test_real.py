@@ -62,7 +62,7 @@ def test_the_model_answers_as_a_reference_reading_does(folder):
 
 
 @needs_package
-def test_a_number_is_not_its_digits_or_the_end_of_a_turn_not_one_token(folder):
+def test_a_number_is_its_digits_and_the_end_of_a_turn_one_token(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pieces = "\u0120 1 2 + 3 4 5 , \u0120it 's".split(" ")
     assert tokenizer.tokenize(" 12+345, it's") == pieces

@@ -38,11 +38,11 @@ def shown(script: str, capsys, **flags) -> dict[str, str]:
     return found
 
 
-def test_another_prompt_is_shown_than_is_sent(tmp_path, capsys):
+def test_the_prompt_is_shown_as_it_is_sent(tmp_path, capsys):
     """The toy's; and those of a folder without weights, whose template inserts a system turn."""
     question = load_problems(common.Problem, "toy", quiet=True)[0].question
     assert shown("ttrl", capsys) == {"first problem of --dataset": USER_TURN.format(question)}
-    own = {"z_0": USER_TURN.format("Write a problem.")}
+    own = {"z_0 (--question_prompt)": USER_TURN.format("Write a problem.")}
     assert shown("dynamic_rl", capsys) == own
 
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -54,8 +54,8 @@ def test_another_prompt_is_shown_than_is_sent(tmp_path, capsys):
     first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
              "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}
     for prompt in ("system", "suffix"):
-        expected = {"first problem of toy": first[prompt], "z_0": z_0}
+        expected = {"first problem of toy": first[prompt], "z_0 (--question_prompt)": z_0}
         assert shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room) == expected
         assert shown("ttrl", capsys, prompt=prompt, **room) == {"first problem of --dataset": first[prompt]}
-    assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0": "Write a problem.\n\n"}
+    assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0 (--question_prompt)": "Write a problem.\n\n"}
     assert not (tmp_path / "run").exists()

@@ -12,6 +12,7 @@ import torch
 
 import common
 from engine import builtin, vllm_sampler
+from engine.options import with_values
 from engine.vllm_sampler import has_vllm
 
 if not has_vllm():
@@ -32,7 +33,7 @@ def constructor(monkeypatch):
 
 
 def sampler(device="cuda", **flags):
-    args = common.Args(max_prompt_tokens=384, max_new_tokens=64, **flags)
+    args = with_values(common.Args, dict(max_prompt_tokens=384, max_new_tokens=64) | flags)
     return vllm_sampler.VLLMSampler(args, "M", [2], torch.device(device), torch.bfloat16, dummy=True)
 
 

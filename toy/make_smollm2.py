@@ -11,7 +11,9 @@ import random
 from importlib import util
 from pathlib import Path
 
-from engine.smollm2 import FOLDER
+from engine.builtin import SMOLLM2_MODEL
+
+FOLDER = Path(SMOLLM2_MODEL)
 
 
 def make() -> None:

@@ -1,7 +1,6 @@
 """Real ranks under torchrun: 1 rank = 2 ranks for every script, resume across them, two nodes."""
 
 import contextlib
-import importlib
 import json
 import os
 import random

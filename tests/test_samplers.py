@@ -50,19 +50,19 @@ def flat(groups):
     return list(itertools.chain.from_iterable(groups))
 
 
-def error(policy, groups):
+def error(policy, groups, prompts=PROMPTS):
     """Of the sampler's log-probs at temperature 0.8, relative to the policy's."""
-    responses = rollouts(groups)
+    responses = rollouts(groups, prompts)
     policy.score_old(responses, 0.8)
     sampled = torch.cat([r.sampler_logp for r in responses])
     return relative_error(sampled, torch.cat([r.old_logp for r in responses]))
 
 
-def rollouts(groups) -> list[common.Rollout]:
-    """The samples for `requests()` as responses."""
+def rollouts(groups, prompts=PROMPTS) -> list[common.Rollout]:
+    """The samples for these prompts as responses."""
     found = []
-    for request, group in zip(requests(), groups):
-        found += [common.Rollout(request.prompt_ids, *sample) for sample in group]
+    for prompt, group in zip(prompts, groups):
+        found += [common.Rollout(prompt, *sample) for sample in group]
     return found
 
 
@@ -148,7 +148,7 @@ def test_draw_by_hand(options, expected):
 
 # RoPE, a window, learned positions, ALiBi
 @pytest.mark.parametrize("name", ["toy", "Qwen3", "Mistral", "GPT2", "Bloom"])
-def test_other_tokens_than_the_trainer_or_transformers_generate_would_draw(name, tmp_path):
+def test_the_tokens_are_those_of_trainer_and_transformers(name, tmp_path):
     """Prompts of uneven length, rows that end at different times: log-probs at 0.8, then greedy tokens."""
     path, stop, prompts = TOY, STOP, PROMPTS
     if name != "toy":
@@ -157,7 +157,7 @@ def test_other_tokens_than_the_trainer_or_transformers_generate_would_draw(name,
     hf = HFSampler(path, stop, CPU, torch.float32)
     groups = hf.generate(requests(prompts, n=6, limit=24), 0.8)
     assert len({len(r.response_ids) for r in flat(groups)}) > 2
-    assert error(make_policy(path), groups) < 1e-5
+    assert error(make_policy(path), groups, prompts) < 1e-5
     hf.model.set_attn_implementation("sdpa")
     hf.model.generation_config = GenerationConfig(max_new_tokens=24, eos_token_id=stop, pad_token_id=0)
     for prompt, (response,) in zip(prompts, hf.generate(requests(prompts, n=1, limit=24), 0.0), strict=True):

@@ -54,8 +54,10 @@ def test_the_prompt_is_shown_as_it_is_sent(tmp_path, capsys):
     first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
              "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}
     for prompt in ("system", "suffix"):
-        expected = {"first problem of toy": first[prompt], "z_0 (--question_prompt)": z_0}
+        own = {"z_0 (--question_prompt)": z_0}
+        expected = {"first problem of toy": first[prompt]} | own
         assert shown("dynamic_rl", capsys, prompt=prompt, eval="toy", **room) == expected
         assert shown("ttrl", capsys, prompt=prompt, **room) == {"first problem of --dataset": first[prompt]}
-    assert shown("dynamic_rl", capsys, prompt="plain", **room) == {"z_0 (--question_prompt)": "Write a problem.\n\n"}
+    own = {"z_0 (--question_prompt)": "Write a problem.\n\n"}
+    assert shown("dynamic_rl", capsys, prompt="plain", **room) == own
     assert not (tmp_path / "run").exists()

@@ -207,7 +207,7 @@ def answers_equal(a: str | None, b: str | None, same_answer: Callable | None = N
 def _key(s: str, depth: int = 0) -> str:
     """Takes lists, tuples, intervals, sets, unions and matrices apart down to numbers, formulas and words."""
     if depth > 4 or len(s) > _LONGEST:
-        return s
+        return "text " + s
     if s.startswith(r"\{") and s.endswith(r"\}") and _enclosed(s[1:]):
         return _key(s[2:-2].strip(), depth + 1)
     plus = s.replace(r"\pm", "+").replace(r"\mp", "-")
@@ -235,7 +235,12 @@ def _key(s: str, depth: int = 0) -> str:
         return _key(interval, depth + 1)
     if (number := _number(s)) is not None:
         return str(number)
-    return formula_key(s) or s
+    return formula_key(s) or ("word " if re.fullmatch("[a-zA-Z]+", s) else "text ") + s
+
+
+def compared_as_text(answer: str) -> bool:
+    """Whether an answer, or a part of it, could not be parsed, so that only the same text equals it."""
+    return "text " in _key(normal_form(answer))
 
 
 def _enclosed(s: str) -> bool:

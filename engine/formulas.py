@@ -18,10 +18,10 @@ _COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos a
     ln log exp lfloor rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon
     zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi
     Psi Omega""".split())
-_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
+_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} | =.*=
     | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
-    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
-    | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
+    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
+    | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
     """, re.VERBOSE | re.ASCII)
 given_up: set[str] = set()
 """Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
@@ -116,7 +116,7 @@ def _values_at_points(expr) -> list:
     values = []
     for point in range(60 if whole else 6) if expr.free_symbols else [0]:
         coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
-        values.append(expr.xreplace(coordinates).evalf(70))
+        values.append(expr.evalf(70, subs=coordinates))
     return values
 
 

@@ -11,6 +11,7 @@ tuples are not.
 """
 
 import re
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
@@ -58,59 +59,138 @@ def _until_closed(text: str) -> str:
 
 # -------------------- normal form: one spelling for what LaTeX can write in many ways --------------------
 _LONGEST = 400  # characters; longer answers are compared as strings
-_UNITS = (
-    r"(?:square|sq|cubic|cu|per)?\s*(?:[cmk]?m|meters?|metres?|in|inch(?:es)?|feet|foot|ft|yards?|miles?|mph|"
-    r"kmh|degrees?|percent|cents?|dollars?|hours?|hrs?|minutes?|mins?|seconds?|secs?|days?|weeks?|months?|"
-    r"years?|[km]?g|grams?|lbs?|pounds?|liters?|litres?|units?|Hz|K|points?|people|ways)"
+_SPELLINGS = {  # a command: the commands that mean the same
+    "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
+        textstyle scriptstyle rm bf it sf tt tiny small large Large LARGE huge Huge boldsymbol bm pmb mathbf
+        mathit mathsf mathtt underline emph boxed fbox ensuremath mathop""",
+    r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname",
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
+    r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq", "<": "lt", ">": "gt",
+    "|": "lvert rvert vert mid",
+    r"\{": "lbrace", r"\}": "rbrace", "(": "langle", ")": "rangle", r"\ldots": "dots cdots dotsc",
+    r"\approx": "simeq thickapprox approxeq doteq", r"\text{or}": "lor vee",
+    r"\text{and}": "land wedge", r"\setminus": "backslash smallsetminus",
+}
+_COMMAND = {}
+for _command, _others in _SPELLINGS.items():
+    _COMMAND.update(dict.fromkeys(_others.split(), _command + " "))
+_SIGNS = {
+    "\u2044\u00f7": "/", "\u2212\u2010\u2013": "-", "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
+    "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ",
+    "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3001": ",",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
+}
+_SIGN = {}
+for _characters, _command in _SIGNS.items():
+    _SIGN.update(dict.fromkeys(map(ord, _characters), _command))
+_FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt"
+_NAME = "(?:" + "|".join([
+    # x, a_{1}, f(x), \theta, \Delta x, P(A), f^{-1}(3), Area(ABC), AB, m\angle ABC
+    r"[a-zA-Z](?:_\{[^{}]*\})?'*(?:\([a-z]\))?",
+    rf"\\(?!(?:{_FUNCTIONS}|frac|mathbb)(?![a-z]))[a-zA-Z]+(?:_\{{[^{{}}]*\}})?(?: ?[a-z]|\([a-z]\))?",
+    r"(?:[fghFGHPQE]|\\Pr|\\mathbb\{[PE]\})'?(?:\^\{-1\})?[(\[][^()\[\]]*[)\]]",
+    r"(?:[A-Za-z]{4,}|[A-Z][a-z]{2})(?:\([^()]*\))?",
+    r"\|[A-Z]{2}\||\[[A-Z]{3,}\]|(?:m? ?\\(?:angle|triangle) ?)?[A-Z]{1,5}",
+    r"\\overline\{[A-Z]+\}|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}",
+]) + ")"
+_NAMES = rf"\({_NAME}(?:, {_NAME})+\)"
+_MAGNITUDE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_BASES = """two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen""".split()
+# "cm", "m/s", "kg m^{2}"; or words, one of them a plural or a known unit: "square feet", "ordered pairs"
+_SYMBOL = (
+    r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft|yd"
+    r"|mi|lbs?|oz|mph|kmh|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)"
 )
-_NAME = r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{[^{}]*\})?(?:\([a-z]\))?"  # x, \theta, m_{max}, f(x)
-_UNICODE = str.maketrans({
-    "\u2212": "-",  # minus sign
-    "\u2013": "-",  # en dash
-    "\u03c0": r"\pi ",
-    "\u00d7": r"\times ",
-    "\u00b7": r"\cdot ",
-    "\u00b0": r"^\circ ",
-    "\u221e": r"\infty ",
-    "\u2264": r"\le ",
-    "\u2265": r"\ge ",
-    "\u222a": r"\cup ",
-    "\u2208": r"\in ",
-})
+_POWER = r"(?: ?\^ ?(?:-?\d|\{-?\d\}))?"
+_SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.]|\\cdot)+{_SYMBOL}{_POWER})*"
+_WORDS = (
+    r"(?![^{}]*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
+    r"|fewer|ago|before|after|dozens|base|halves|quarters|\w+ths|thirds)\b)[a-zA-Z ./-]*"
+    r"\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree|cent|dollar"
+    r"|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point"
+    r"|way|sq|USD)\b[a-zA-Z ./-]*"
+)
+_TEXT_UNIT = rf"\\text\{{ ?(?:{_SYMBOLS}|{_WORDS}) ?\.?\}}"
 
 
 # Applied in this order, again and again until nothing changes.
 _REWRITES = [
-    (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\,(?=\d{3}(?!\d))", ""),  # 10,\!080 10{,}080 10\,080
-    (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|q?quad)(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
-    (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%", ""),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(l|g)(?:eq|eqslant)(?![a-zA-Z])", r"\\\1e "),
-    (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
-    (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{", r"\\text{"),
-    # "1, 2 and 3" is a list
-    (r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
-    # a unit: 5 \text{ cm}^2
-    (r"(?<=[\d}i)])(?:[ /]*\\text\{(?! ?(?:if|for|when|where|is|mod|base)\b)[^{}a-zA-Z]*[a-zA-Z][^{}]*\}"
-     r"(?: ?\^ ?\{?-?\d\}?)?)+ ?$", ""),
-    # a unit: 5 cm
-    (rf"(?<=[\d}}])\s*(?:{_UNITS})\s*(?:\^\s*\{{?\d\}}?)?$", ""),
-    # 1,000 but not 1,2,3
-    (r"^\s*([-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?)\s*$", lambda match: match[1].replace(",", "")),
-    (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 1 4/5
-    (r"\\text\{([^{}]*)\}", r" \1 "),
-    # only the space of "\cot x" means anything
+    (r"[.,;: \\]+$|^(?:[,= ]|\\(?:approx|therefore|Rightarrow|implies)(?![a-z]))+", ""),
+    (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
+    (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
+    (r"\\operatorname\*", r"\\text"),
+    (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))", ""),  # 10{,}080
+    (r"(?<!\\)\\[,;:!> ]|~|\\[hv]?(?:phantom|space)\{[^{}]*\}", " "),
+    (r"\\q?quad(?![a-zA-Z])(?= *(?:\\[a-z]*[tm]|\\q?quad|\\cup))", " "),
+    (r"\\q?quad(?![a-zA-Z])", ", "),
+    (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%|\\(?:text)?color(?:box)?\s*\{[^{}]*\}", ""),
+    (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),
+    (r"\\not ?=|!=", r"\\ne "),
+    (r"([<>])=", lambda match: {"<": r"\le ", ">": r"\ge "}[match[1]]),
+    (r"\.\.\.", r"\\ldots "),
+    (r"\*\*", "^"),
+    (r"\*", r"\\cdot "),
+    (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),
+    (r"(?<![\\\w}\]^_])\{([\w.]*)\}", r"\1"),  # {5}
+    (r"\\begin\{(?:[pbB]?|small)matrix\*?\}|\\begin\{array\}(?:\{[^{}]*\})?", r"\\begin{matrix}"),
+    (r"\\end\{(?:[pbB]?matrix|smallmatrix|array)\*?\}", r"\\end{matrix}"),
+    (r"[(\[] ?(\\begin\{matrix\}(?:(?!\\end).)*\\end\{matrix\}) ?[)\]]", r"\1"),
+    # 3 million, 3:05 PM, for any real c
+    (rf"(?<=[\d}}]) ?(\\text\{{)? ?(?i:({'|'.join(_MAGNITUDE)})s?)(?![a-zA-Z])",
+     lambda match: rf"\cdot 10^{{{_MAGNITUDE[match[2].lower()]}}}{match[1] or ''}"),
+    (r"(?<=\d)(?: ?\\text\{ ?| )([apAP])\.? ?[mM]\.? ?\}?$",
+     lambda match: f" \\text{{at {match[1].lower()}m}}"),
+    (r"^\\text\{([^{}]*)\}$", r"\1"),
+    (r"(?:,? ?\bor )?(?<![\\a-zA-Z])(?:approximately|approx|about|roughly)(?![a-z])", r"\\approx "),
+    (r"\\text\{ *(\(?)\\approx *\}", r"\1\\approx "),
+    (r"\( ?\\approx[^()]*\)", ""),
+    # sets of real numbers
+    (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
+    (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z] ?\\in ?\\mathbb ?\{?R\}? ?\)?$", ""),
+    (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b"
+     r"(?:\b(?:any|all|every|some|real|arbitrary|numbers?|constants?|is|an|[a-z])\b"
+     r"|\\text|\\in ?\\mathbb ?\{?R\}?|[{}, ])*$", ""),
+    (rf"(?<=[\w}})!])(?:(?: |/|\\cdot|\\mu|(?<=\d)-)*{_TEXT_UNIT}{_POWER})+ ?$", ""),  # 5 \text{ cm}^2
+    (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
+    (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph){_POWER}"
+     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|[kMG]?(?:eV|Hz|Pa)|nm|mL|mol|rad){_POWER}"
+     rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER})+)$", ""),  # 5 cm, 5 m/s, 5 gallons
+    (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])",
+     ", "),  # "1, 2 and 3" is a list
+    # conditions stay words, other texts do not
+    (r"(?<![a-zA-Z\\{] )(?<![a-zA-Z\\{])(if|when|where|for|otherwise)(?![a-zA-Z])", r"\\text{\1}"),
+    (r"\\text\{(?! ?(?:if|when|where|for|otherwise|at)\b)([^{}]*)\}", r" \1 "),
+    (rf"(?<![a-zA-Z\\])({_FUNCTIONS}|pi)(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<=\w) *_? ?[({]* *(?:in )?base *(\w+) ?[)}]*$", r"_{\1}"),  # 52 (base 8)
+    (rf"_\{{? ?({'|'.join(_BASES)}) ?\}}?$", lambda match: f"_{{{_BASES.index(match[1]) + 2}}}"),
+    (r"^\(([0-9A-F]+)\)_|^\(([0-9A-F]+_\{?\d+\}?)\)$", lambda match: match[2] or match[1] + "_"),
+    (r"_\{\((\d+)\)\}$", r"_{\1}"),
+    # numbers
+    (r"^([^,(\[{]*|.*(?:frac|sqrt|\^)\{)(?<![\d.])(\d{1,3}(?:,\d{3})+)(?![\d,])(?=[^,]*$)",
+     lambda match: match[1] + match[2].replace(",", "")),  # 1,000 but not 1,2,3
+    (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),  # 1 000
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
+    (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
+    (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z])", r"\\frac{\1}{\2}"),  # -1/2x
+    # only the space of "\cot x" means anything, and that of "2 3"
+    (r"[, ]*\\cup[, ]*", r"\\cup "),
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),
+    (r"(?<=\d)\s+(?=\d)", "\0"),
     (r"\s+", ""),
     ("\0", " "),
-    (r"[,;]", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
+    (r"[,;]+", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
     # \frac12 and \sqrt2 and x^2
-    (r"\\frac ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
+    (r"\{([^{}]*)\\choose ?([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\(frac|binom) ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\\1{\2}"),
+    (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
+    (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
+    (r"\^ ?([-+]?\d+|-[a-zA-Z])", r"^{\1}"),
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
-    (r"[.,;: ]+$|^[, ]+", ""),
     (r"^[a-zA-Z]{3,}$", lambda match: match[0].lower()),
 ]
 
@@ -125,11 +205,14 @@ def normal_form(answer: str) -> str:
     """
     for _ in range(8):  # until nothing changes, which takes two or three rounds
         before = answer
-        answer = " ".join(answer.translate(_UNICODE).split())
+        answer = " ".join(_ascii(answer).split())
         if len(answer.replace(" ", "")) > _LONGEST:  # regular expressions on hostile text take long
             break
         if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
             answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
+        if re.search(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])", answer):  # of intervals "or" is the union
+            either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\(?:lor|vee)\b"
+            answer = re.sub(either, r"\\cup ", answer)
         for pattern, replacement in _REWRITES:
             answer = re.sub(pattern, replacement, answer)
         answer = _without_names(answer)
@@ -138,22 +221,70 @@ def normal_form(answer: str) -> str:
     return "".join(answer.split())
 
 
+def _ascii(text: str) -> str:
+    """Signs and letters as LaTeX has them: full-width forms, superscripts, Greek; nothing invisible."""
+    if text.isascii():
+        return text
+    text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
+    text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
+    text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
+    text = unicodedata.normalize("NFKC", re.sub("\u221a ?(\\d+)", r"\\sqrt{\1}", text.translate(_SIGN)))
+    text = text.translate(_SIGN)
+    text = re.sub("[\u0391-\u03c9]", lambda letter: _greek(letter[0]), text)
+    return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))
+
+
+def _greek(letter: str) -> str:
+    command = unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA").lower()
+    return "\\" + (command.capitalize() if letter.isupper() else command) + " "
+
+
+def _repeating(whole: str, digits: str, period: str) -> str:
+    """The fraction of a repeating decimal: of 0.1 and the period 6 it is 15/90."""
+    numerator = int(whole + digits + period) - int("0" + whole + digits)
+    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
+
+
 def _without_names(answer: str) -> str:
     r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'; 'x=1, y=2' keeps the names it needs."""
-    named = [re.fullmatch(rf"({_NAME}) ?(?:=|\\in(?![a-zA-Z]) ?)(.+)", part) for part in _split(answer)]
-    names = {match and match[1] for match in named}
-    if len(names) > 1 or None in names or re.search(r"<|>|\\[lg]e(?![a-zA-Z])", answer):
+    if any(len(_split(answer, sign)) > 1 for sign in ("<", ">", r"\le", r"\ge", r"\ne")):
         return answer
-    return ", ".join(match[2].rpartition("=")[2] for match in named)
+    parts = [_name_and_value(part) for part in _split(answer)]
+    names = {re.sub(r"_\{\d+\}$", "", name) for name, _ in parts if name}
+    if len(names) != 1 or not parts[0][0] or any("=" in value for name, value in parts if not name):
+        return ", ".join(f"{name}={value}" if name else value for name, value in parts)
+    return ", ".join(value for _, value in parts)
+
+
+def _name_and_value(part: str) -> tuple[str, str]:
+    """What is before the first = and behind the last; no name and the part, if it is no value of a name."""
+    part = re.sub(rf"^({_NAME}|{_NAMES}) ?\\(?:in|approx)(?![a-zA-Z])", r"\1=", part)
+    exact = next(filter(None, _split(part, r"\approx")), "")
+    sides = _split(exact, "=")
+    if len(sides) > 2 and r"\text" in part:  # 1 if n=2
+        return "", part
+    name = sides[0]
+    if re.fullmatch(_NAMES, name):
+        ordered = re.findall(_NAME, name)
+        named = ordered == sorted(ordered, key=lambda x: x.strip("\\").lower())  # (y, x)=(1, 2) is (2, 1)
+    else:
+        named = re.fullmatch(_NAME, name)
+    if named and len(sides) > 1:
+        return name, sides[-1]
+    closed = not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", "".join(sides[:-1]))  # 12\cdot5=60
+    return "", sides[-1] if closed else "=".join(sides)
 
 
 def _depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
     """How deep in brackets it is after each character. Any kind closes any other: 0 < x <= 1 is (0, 1]."""
+    text = text.replace(r"\begin", opening[0] + "begin").replace(r"\end", closing[0] + "end")
     return list(accumulate((character in opening) - (character in closing) for character in text))
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
     """Split at the separators that stand outside all brackets."""
+    if separator not in text:
+        return [text.strip()]
     parts = []
     last = 0
     for i, depth in enumerate(_depths(text)):
@@ -207,7 +338,7 @@ def answers_equal(a: str | None, b: str | None, same_answer: Callable | None = N
 def _key(s: str, depth: int = 0) -> str:
     """Takes lists, tuples, intervals, sets, unions and matrices apart down to numbers, formulas and words."""
     if depth > 4 or len(s) > _LONGEST:
-        return s
+        return "text " + s
     if s.startswith(r"\{") and s.endswith(r"\}") and _enclosed(s[1:]):
         return _key(s[2:-2].strip(), depth + 1)
     plus = s.replace(r"\pm", "+").replace(r"\mp", "-")
@@ -225,17 +356,22 @@ def _key(s: str, depth: int = 0) -> str:
             return s[0] + "; ".join(inside) + s[-1]
         if s[0] != "[":
             return inside[0]
-    matrix = re.fullmatch(r"\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", s)
+    matrix = re.fullmatch(r"\\begin\{matrix\}(.*)\\end\{matrix\}", s)
     if matrix:
         rows = []
-        for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].removesuffix("\\\\")):
+        for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[1].removesuffix("\\\\")):
             rows.append("; ".join(_key(cell, depth + 1) for cell in row.split("&")))
         return "matrix(" + " \\ ".join(rows) + ")"
     if interval := _interval(s):
         return _key(interval, depth + 1)
     if (number := _number(s)) is not None:
         return str(number)
-    return formula_key(s) or s
+    return formula_key(s) or ("word " if re.fullmatch("[a-zA-Z]+", s) else "text ") + s
+
+
+def compared_as_text(answer: str) -> bool:
+    """Whether an answer, or a part of it, could not be parsed, so that only the same text equals it."""
+    return "text " in _key(normal_form(answer))
 
 
 def _enclosed(s: str) -> bool:
@@ -246,7 +382,12 @@ def _enclosed(s: str) -> bool:
 
 def _interval(s: str) -> str | None:
     r"""x\ge2 is [2, \infty), 0<x\le1 is (0, 1]. Other inequalities are compared as they are written."""
-    parts = re.split(r" ?(<|>|\\[lg]e(?![a-zA-Z])) ?", s)
+    parts = re.split(r" ?(<|>|\\(?:[lg]e|ne)(?![a-zA-Z])) ?", s)
+    if len(parts) == 3 and parts[1] == r"\ne":
+        parts = parts if re.fullmatch(_NAME, parts[0]) else parts[::-1]
+        if not re.fullmatch(_NAME, parts[0]):
+            return None
+        return rf"(-\infty, {parts[2]})\cup({parts[2]}, \infty)"
     if ">" in parts or r"\ge" in parts:  # read from right to left
         mirrored = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
         parts = [mirrored.get(part, part) for part in reversed(parts)]

@@ -18,10 +18,10 @@ _COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos a
     ln log exp lfloor rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon
     zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi
     Psi Omega""".split())
-_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d{41} | =.*=
+_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} | =.*=
     | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
-    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{4}             # towers and large exponents
-    | \d{4}\)?! | !! | [\d}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
+    | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
+    | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
     """, re.VERBOSE | re.ASCII)
 given_up: set[str] = set()
 """Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
@@ -93,6 +93,10 @@ def _value_key(latex: str) -> str | None:
     expr = expr.xreplace(symbols).xreplace({sympy.Symbol("i"): sympy.I})
     if expr.is_Rational and not is_equation:
         return str(expr)
+    slope = expr.diff(sympy.Symbol("y"))
+    if is_equation and slope.is_number and slope != 0 and len(expr.free_symbols) > 1:
+        expr = -expr.subs("y", 0) / slope  # a line is y=..., however it is written
+        is_equation = False
     values = _values_at_points(expr)
     if is_equation:
         values = [(v / values[0]).evalf(60) for v in values[1:]] if expr.free_symbols else [sympy.nan]
@@ -100,6 +104,9 @@ def _value_key(latex: str) -> str | None:
         return None
     parts = [_real_and_imaginary(v) for v in values]
     keys = [str(sympy.Float(real, 40)) + " " + str(sympy.Float(imaginary, 40)) for real, imaginary in parts]
+    real = [not imaginary for _, imaginary in parts]
+    if sum(real) > 2 and not expr.has(sympy.I):  # \sqrt{1/n} is 1/\sqrt{n}, where it is real
+        keys = [key if is_real else "not real" for key, is_real in zip(keys, real, strict=True)]
     if len(set(keys)) == 1:
         keys = keys[:1]  # a constant: \sin^2x+\cos^2x
     if len(keys) == 1 and not is_equation and not parts[0][1]:  # a rational number after all: \log_28
@@ -116,7 +123,10 @@ def _values_at_points(expr) -> list:
     values = []
     for point in range(60 if whole else 6) if expr.free_symbols else [0]:
         coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
-        values.append(expr.xreplace(coordinates).evalf(70))
+        if whole:
+            values.append(expr.xreplace(coordinates).evalf(70))
+        else:  # xreplace would compute huge exact powers first
+            values.append(expr.evalf(70, subs=coordinates))
     return values
 
 

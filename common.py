@@ -29,9 +29,7 @@ from engine.metrics import grade, mean, summary
 from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
 from engine.options import PositiveShare, Share
 from engine.policy import check_batch
-
-# What scripts and forks call by the name common.X
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY
+from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts and forks call them common.X
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
 from engine.options import Finite as Finite, launch as launch
 
@@ -46,6 +44,7 @@ class Problem:
     choices: int = 0
     """Multiple choice: so many options are in the question, and the answer is a letter. 0: not."""
     prompt_ids: list[int] = field(default_factory=list)
+    also_right: list[str] = field(default_factory=list)  # other gold answers
     row: dict = field(default_factory=dict, repr=False)
     """The whole row of the data set, for methods that need its other columns."""
     answer_keys: Callable[[list[str]], list] | None = field(default=None, repr=False)
@@ -57,7 +56,7 @@ class Problem:
 
     def is_right(self, answer: str | None) -> bool:
         """Whether it is the gold answer; False without one."""
-        return answers_equal(answer, self.answer, self.answer_keys)
+        return any(answers_equal(answer, gold, self.answer_keys) for gold in [self.answer, *self.also_right])
 
 
 @dataclass(eq=False)
@@ -244,11 +243,12 @@ def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature:
 
 
 def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None:
-    """Set text and answer from the responses' tokens."""
-    for response in responses:
-        response.text = run.tokenizer.decode(response.response_ids, skip_special_tokens=True)
-        read = run.read_answer or (lambda text, problem: extract_answer(text, choices=problem.choices))
-        response.answer = read(response.text, problem)
+    """Set text and answer from the responses' tokens. (A prompt's end may open a thought.)"""
+    read = run.read_answer or (lambda text, problem: extract_answer(text, problem.choices, before))
+    for r in responses:
+        ids = [r.prompt_ids[-16:], r.response_ids]
+        before, r.text = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        r.answer = read(r.text, problem)
 
 
 # ------------------------------------------------------- votes ----------------------------------------------

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
+from engine.answers import compared_as_text
 from engine.base import UserError, all_gather, rank_and_ranks, say, write_atomically
 from engine.builtin import SMOLLM2
 from engine.formulas import given_up
@@ -118,7 +119,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
-    results, warnings, model = {}, [], args.model or "the toy"
+    results, warnings, everything, model = {}, [], [], args.model or "the toy"
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     say(f"Evaluating {model} ...")
@@ -127,10 +128,14 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     for name, problems in run.benchmarks.items():
         graded = common.evaluate_benchmark(run, name, problems)
         results[name] = summary([verdicts for verdicts, _ in graded])
+        everything += [response for _, group in graded for response in group]
         if few := few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
+    if as_text := unparsed(everything):
+        warnings.append(f"Warning: {len(as_text)} different answers could not be parsed and were compared as "
+                        f"text, among them {', '.join(map(repr, as_text[:5]))}.")
     if late := len(set().union(*all_gather(given_up))):
         warnings.append(f"Warning: {late} formulas took more than a second each; they were compared as text.")
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
@@ -142,6 +147,12 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         print("\n".join([table(results), *warnings]))
         print(f"\n{run.log.path / 'results.json'}")
     return results
+
+
+def unparsed(responses: list) -> list[str]:
+    """The different answers that are compared as text, since they could not be parsed."""
+    answers = dict.fromkeys(response.answer for response in responses if response.answer is not None)
+    return [answer for answer in answers if compared_as_text(answer)]
 
 
 def is_checkpoint(model: str) -> bool:

@@ -10,6 +10,7 @@ not be transitive. Percent signs, degrees and units are dropped: 9\% is 9. "x = 
 tuples are not.
 """
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable
@@ -21,40 +22,105 @@ from engine.formulas import formula_key
 
 
 # ----------------------------------------------- extraction -----------------------------------------------
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(?<=\s)([-+]?\d[\d.,/]*))")  # \boxed{...} or \boxed 5
-_MARKUP = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|[{}$*]|\\[(),;! ]")
+# \boxed{...}, \boxed 5, \boxed5, \boxed\frac{1}{2}
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)|"
+                  r"(\\(?!begin|text)[a-zA-Z]+(?:\{[^{}]*\})*))")
+# a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
+_EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$]|"
+                    r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
+                    r"\b(?:your|the|my|final|answer|result|here)\b)*", re.IGNORECASE)
+_NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^\s=,()]*\)){0,20}\s*=\s*)?"
+# between the boxes of one list: separators, numbers of parts, the name of the next one
+_GAP = re.compile(rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|\([a-e]\)|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
+_BEFORE = re.compile(_NAMED + r"\(?\s*$")
+_STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox|emph)[a-z]*|(?:left|right|"
+                    r"rm|bf|it|sf|tt|[bB]igg?[lrm]?|displaystyle|q?quad)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
+# <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], gpt-oss's channels
+_THOUGHT = re.compile(
+    r"[<\u25c1]\|?(/|end_(?:of_)?)?(?:begin_(?:of_)?|start_)?([\w:]{0,20}?(?:think|thought|reason|reflect|"
+    r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|>(?:(final)|analysis)",
+    re.IGNORECASE)
 LETTERS = "ABCDEFGHIJ"
 
 
-def extract_answer(text: str, choices: int = 0) -> str | None:
-    r"""The content of the last \boxed{} (or \fbox{}) after the reasoning.
+def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
+    r"""What the last \boxed{} (or \fbox{}) after the reasoning holds, or the last few that make one list.
 
-    None if there is no box, or if the last one is left open: there is no fallback such as "the last number",
-    as a truncated response must not vote.
+    None if there is no box, or if the last one or a thinking block is left open: there is no fallback such as
+    "the last number", as a truncated response must not vote. prompt: the end of it may open a thinking block.
     Of a multiple choice with so many options, the letter that the box holds, or None.
 
     >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
+    >>> extract_answer(r"$x=\boxed{1}$ and $y=\boxed{2}$")
+    'x=1, y=2'
     >>> extract_answer(r"\boxed{1} and \boxed{\frac{1}{2") is None
     True
     """
-    text = text.rpartition("</think>")[2]
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
+    text = _after_thoughts(text, prompt)
+    parts, start = [], len(text)  # from the last box to the first; where the earliest yet begins
+    for box in reversed(list(_BOX.finditer(text))):
+        end = _closed_at(text, box.end()) if box[1] else box.end()
+        if end is None:
+            break
+        content = text[box.end():end].strip() if box[1] else (box[2] or box[3]).rstrip(".,")
+        end += bool(box[1])
+        if _EMPTY.fullmatch(content):
+            continue
+        if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
+            break
+        start = box.start()
+        parts.append((_BEFORE.search(_plain(text[max(0, start - 60):start]))[0], content))
+    parts = list(dict.fromkeys(reversed(parts)))  # an answer that is said twice is one
+    if len(parts) < 2:
+        answer = parts[0][1] if parts else ""
+    else:
+        answer = ", ".join(name.strip() + content for name, content in parts)
+        answer += ")" if parts[0][0].endswith("(") else ""  # (\boxed{1}, \boxed{2}) is a point
+    return (read_choice(answer, choices) if choices else answer) or None
+
+
+def _after_thoughts(text: str, prompt: str) -> str:
+    """The text after the last thinking block; none of it if a block is open."""
+    start, still_open = len(prompt), set()
+    for tag in _THOUGHT.finditer(prompt + text):
+        name = (tag[2] or tag[4] or "channel").lower()
+        if tag[1] or tag[3] or tag[5]:
+            still_open.discard(name)
+            start = max(start, tag.end())
+        else:
+            still_open.add(name)
+    return "" if still_open else (prompt + text)[start:]
+
+
+def _closed_at(text: str, start: int) -> int | None:
+    """Where the brace is closed that was opened just before start; None if nothing closes it."""
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return brace.start()
+    return None
+
+
+def _plain(text: str) -> str:
+    """The text without LaTeX's and Markdown's styles."""
+    return re.sub(r"[{}$*`]", "", _STYLE.sub(" ", text))
+
+
+def read_choice(text: str, choices: int) -> str | None:
+    """The letter that a text chooses: "A. 42", "(A) 42", "Option A"; None of "A cat", "H_2O", "A or B"."""
+    letters, text = LETTERS[:choices], _plain(text).strip(" \t\n\"'\u201c\u201d")
+    words = r"(?:(?i:the|my|final|correct|best|right|option|choice|answer|is)\b[\s:]*)*"
+    behind = r"([.:)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2})|\Z)"
+    match = re.fullmatch(rf"{words}([(\[]?)\s*([{letters}])\s*{behind}(.*)", text, re.DOTALL)
+    if not match:
         return None
-    last = boxes[-1]
-    answer = _until_closed(text[last.end():]) if last[1] else last[2].rstrip(".,")
-    if choices:  # "A. 42" and "(A) 42" are choices, "A cat" is not: an article must not vote
-        choice = rf"\(?\s*([{LETTERS[:choices]}])\s*(?:[.:)].*)?"
-        match = re.fullmatch(choice, _MARKUP.sub(" ", answer).strip(), re.DOTALL)
-        answer = match and match[1]
-    return answer or None
-
-
-def _until_closed(text: str) -> str:
-    """The text up to the brace that closes an open one before it; empty if nothing closes it."""
-    depths = _depths(re.sub(r"\\.", "..", text, flags=re.DOTALL), "{", "}")  # \{ and \} are no braces
-    return text[:depths.index(-1)].strip() if -1 in depths else ""
+    opened, letter, closed, rest = match.groups()
+    other, joined = f"(?!{letter})[{letters}]", "" if opened else r"(?:\b(?:or|and)\b|[,;/&\n])\s*"
+    labelled = joined + re.escape(opened) + other + (r"[.:)\]]" if closed[:1] in tuple(".:)]") else "(?!)")
+    undecided = rf"{labelled}|^(?:\W|or\b|and\b)*{other}(?:\W|or\b|and\b|[{letters}]\b)*$"
+    return None if re.search(undecided, rest) else letter
 
 
 # -------------------- normal form: one spelling for what LaTeX can write in many ways --------------------
@@ -294,44 +360,58 @@ def _split(text: str, separator: str = ",") -> list[str]:
     return [*parts, text[last:].strip()]
 
 
-def normal_gold(value, exact: bool = False) -> str | None:
-    r"""The gold answer of a data file, of any type, as text: 142 -> '142', ['$2$', '3'] -> '2, 3'.
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_LISTED = re.compile(rf"\s*[\[(]\s*(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}))*\s*,?\s*[\])]\s*", re.DOTALL)
+_MISSING = ("", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "None", "null", None, math.inf, -math.inf)
 
-    None, NaN and empty text are no answer. Of a solution what it ends with counts: its last \boxed{}, or what
-    follows #### (GSM8K). A list may spell one answer in several ways (Minerva does); the first spelling of
-    each is kept. exact: as it is written, no normal form of it.
+
+def normal_golds(value, exact: bool = False) -> list[str]:
+    r"""The gold answer of a data file, of any type, as text: 142 -> ['142'], ['$2$', '3'] -> ['2', '3'].
+
+    A list, which may be written as text, holds the allowed answers (Minerva's do): any of them is right; of
+    spellings of one answer the first is kept. None, NaN, infinity, "N/A" and empty text are no answer. Of a
+    solution what it ends with counts: its last \boxed{}, or what follows #### (GSM8K). exact: as it is
+    written, no normal form of it.
     """
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")
-    spellings = {}
-    for v in value if isinstance(value, list) else [value]:
-        if isinstance(v, str):
-            v = extract_answer(v) if "\\boxed" in v else v.rpartition("####")[2].strip()
-        if v not in (None, "") and v == v:
-            text = str(v) if exact else normal_form(str(v))
-            spellings.setdefault(text if exact else _key(text), text)
-    return ", ".join(spellings.values()) or None
+    if isinstance(value, str) and _LISTED.fullmatch(value):
+        value = [_unescaped(text[1:-1]) for text in re.findall(_QUOTED, value)]
+    if isinstance(value, list | tuple):
+        found = [gold for v in value for gold in normal_golds(v, exact)]
+        return list({gold if exact else _key(gold): gold for gold in reversed(found)}.values())[::-1]
+    if isinstance(value, str):
+        value = extract_answer(value) if _BOX.search(value) else value.rpartition("####")[2].strip()
+    if value in _MISSING or value != value:
+        return []
+    return [str(value) if exact else normal_form(str(value))]
+
+
+def _unescaped(text: str) -> str:
+    """The text with one backslash for two, if all of them are two."""
+    halved = text.replace("\\\\", "\\")
+    return halved if 2 * halved.count("\\") == text.count("\\") else text
 
 
 # ---------------------------------- keys: equal answers have equal keys -----------------------------------
-def equivalence_classes(answers: list[str | None], same_answer: Callable | None = None) -> list[int | None]:
+def equivalence_classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
     r"""[N] answers -> [N] classes, numbered in order of first appearance; None (no answer) stays None.
 
-    same_answer: n answers -> n keys, equal for equal answers (text, numbers), instead of this file's. Raises
+    answer_keys: n answers -> n keys, equal for equal answers (text, numbers), instead of this file's. Raises
     TypeError or ValueError if it does not return one key per answer.
 
     >>> equivalence_classes(["0.5", None, r"\frac{1}{2}", "2", r"\sqrt{4}", "2, 3", "3, 2", "(2, 3)"])
     [0, None, 0, 1, 1, 2, 2, 3]
     """
     given = [answer for answer in answers if answer is not None]
-    keys = same_answer(given) if given and same_answer else [_key(normal_form(answer)) for answer in given]
+    keys = answer_keys(given) if given and answer_keys else [_key(normal_form(answer)) for answer in given]
     key_of, number = dict(zip(given, keys, strict=True)), {}
     return [None if a is None else number.setdefault(key_of[a], len(number)) for a in answers]
 
 
-def answers_equal(a: str | None, b: str | None, same_answer: Callable | None = None) -> bool:
+def answers_equal(a: str | None, b: str | None, answer_keys: Callable | None = None) -> bool:
     """Whether both are answers, and of one class. None (no answer) equals nothing, not even None."""
-    return None not in (a, b) and equivalence_classes([a, b], same_answer) == [0, 0]
+    return None not in (a, b) and equivalence_classes([a, b], answer_keys) == [0, 0]
 
 
 @lru_cache(maxsize=100_000)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import LETTERS, normal_gold
+from engine.answers import LETTERS, normal_golds
 from engine.base import UserError, first_line, seed_of
 
 
@@ -79,7 +79,8 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
     question = question_field or benchmark.question or next((c for c in QUESTION_FIELDS if c in rows[0]), "")
     named = answer_field or benchmark.answer
     # rows need not have one that is only found
-    answer = named or next((c for c in ANSWER_FIELDS if c in rows[0]), "")
+    filled = {column for row in rows for column, value in row.items() if value not in (None, "")}
+    answer = named or next((column for column in ANSWER_FIELDS if column in filled), "")
     if not question:
         raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
                         f"--question_field.")
@@ -95,8 +96,9 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{where}: column '{question}' holds no text.")
         text, gold, choices = _with_choices(text, row, gold, answer, where)
-        text, gold = text.strip(), normal_gold(gold, exact=exact)
-        problems.setdefault(text, make(text, gold, len(problems), choices, row=row))
+        text, golds = text.strip(), normal_golds(gold, exact)
+        gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
+        problems.setdefault(text, make(text, gold, len(problems), choices, also_right=also, row=row))
     if not quiet:
         known = sum(p.answer is not None for p in problems.values())
         column = f"answer column '{answer}'" if answer else "no answer column"

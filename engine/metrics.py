@@ -39,7 +39,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of P(one of k samples is correct) from n samples: 1 - C(n-c, k) / C(n, k).
 
     Chen et al. 2021, Eq. 1."""
-    return 1.0 if n - correct < k else 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+    if k > n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 64) -> float:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import answers, formulas
-from engine.answers import answers_equal, equivalence_classes, extract_answer, normal_form, normal_gold
+from engine.answers import answers_equal, equivalence_classes, extract_answer, normal_form, normal_golds
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared/data"
@@ -34,7 +34,7 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"put it in \boxed as asked: \boxed{4}", "4"),
     (r"\boxed{4}. I used \boxed as asked.", "4"),
 ])
-def test_another_answer_is_read_out_of_a_response(text, expected):
+def test_the_answer_of_a_response(text, expected):
     assert extract_answer(text) == expected
     if expected is not None and "think" not in text:
         assert extract_answer(PAGE + text) == expected
@@ -52,7 +52,7 @@ def test_another_answer_is_read_out_of_a_response(text, expected):
     (r"\boxed{CO_2}", None),
     (r"\boxed{J. 7}", None),  # of four options, as GPQA has; MMLU-Pro has ten
 ])
-def test_another_choice_is_read_out_of_a_response(text, expected):
+def test_the_choice_of_a_response(text, expected):
     assert extract_answer(text, choices=4) == expected
     assert extract_answer(r"\boxed{J. 7}", choices=10) == "J"
 
@@ -126,12 +126,12 @@ e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
 
 
 @pytest.mark.parametrize("group", SAME, ids=lambda group: group[0])
-def test_spellings_of_one_answer_differ(group):
+def test_spellings_of_one_answer_are_equal(group):
     assert {a: c for a, c in zip(group, equivalence_classes(group)) if c} == {}
 
 
 @pytest.mark.parametrize("group", DIFFERENT, ids=lambda group: group[0])
-def test_different_answers_are_one(group):
+def test_different_answers_differ(group):
     assert equivalence_classes(group) == list(range(len(group)))
 
 
@@ -141,30 +141,157 @@ def merged(spellings):
     return {spellings[i]: spellings[classes.index(c)] for i, c in enumerate(classes) if classes.index(c) != i}
 
 
-def test_groups_of_the_table_merge():
+def test_groups_of_the_table_stay_apart():
     """No spelling of one line equals a spelling of another: every pair is a chance to be too generous."""
     assert merged([group[0] for group in SAME]) == {r"\sin 30^\circ": "0.5"}
 
 
-def test_classes_are_not_numbered_by_first_appearance_or_none_is_one():
+def test_classes_are_numbered_by_first_appearance_and_none_is_none():
     spellings = ["7", None, "3", "7.0", r"\frac{6}{2}", "x=7", None]
     assert equivalence_classes(spellings) == [0, None, 1, 0, 1, 0, None]
     assert not answers_equal(None, None) and not answers_equal("1", None)
 
 
 @pytest.mark.parametrize("value, expected", [
-    (142, "142"),
-    (None, None),
-    ("$1003$", "1003"),
-    ("336^\\circ", "336"),
-    (["2", "3"], "2, 3"),
-    (["$69$,$84$"], "69, 84"),
-    (["4.4e7\n", "4.4 \\times 10^7"], "4.4e7"),
-    ([], None),
-    (True, "true"),
+    (142, ["142"]),
+    (None, []),
+    ("$1003$", ["1003"]),
+    ("336^\\circ", ["336"]),
+    (["2", "3"], ["2", "3"]),  # either is right
+    (["$69$,$84$"], ["69, 84"]),
+    (["4.4e7\n", "4.4 \\times 10^7"], ["4.4e7"]),
+    ([], []),
+    (True, ["true"]),
+    ("['70']", ["70"]), ('["70"]', ["70"]), ("('70',)", ["70"]), ("['70', '71']", ["70", "71"]),
+    (r"\fbox{5}", ["5"]), (r"so \boxed{5}", ["5"]), ("work #### 5", ["5"]),
+    ("N/A", []), ("nan", []), (float("inf"), []), (float("nan"), []), ("", []),
+    (dict(ground_truth="4"), ["4"]),
 ])
-def test_a_gold_answer_is_read_as_another(value, expected):
-    assert normal_gold(value) == expected
+def test_a_gold_answer_is_read(value, expected):
+    assert normal_golds(value) == expected
+
+
+# ------------------------------------- spellings from public bug reports of graders ------------------------
+EQUAL_REPORTS = [
+    [r"1,050.", r"1050"],
+    [r"x=12,345", r"12345"],
+    [r"\text{1,005}", r"1005"],
+    [r"n=2, 3, 4", r"2, 3, 4"],
+    [r"x_1=2, x_2=3", r"x_1=3, x_2=2", r"2, 3"],
+    [r"(x,y)=(1,2)", r"(1,2)"],
+    [r"(x,y)\in\{(1,2),(3,4)\}", r"(1,2),(3,4)"],
+    [r"AB = 5", r"5"],
+    [r"P(A)=\frac13", r"\frac13"],
+    [r"\text{Area}=5", r"5"],
+    [r"12\times5=60", r"60"],
+    [r"\sqrt{2}\approx1.414", r"\sqrt{2}"],
+    [r"x\approx3.46", r"3.46"],
+    [r"**73**", r"73"],
+    [r"\textcolor{red}{73}", r"73"],
+    [r"=73", r"73"],
+    [r"\dbinom{5}{2}", r"10"],
+    [r"4\sqrt(2)", r"4\sqrt{2}"],
+    [r"\operatorname{arctan}(2)", r"\arctan 2"],
+    [r"\text{sin}(x)", r"\sin x"],
+    [r"\left[\begin{matrix}1&2\\3&4\end{matrix}\right]", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"],
+    [r"\lbrace 1,2\rbrace", r"\{1,2\}"],
+    [r"x\neq-4", r"(-\infty,-4)\cup(-4,\infty)", r"x\ne-4"],
+    [r"-3\lt x\lt 5", r"(-3,5)"],
+    [r"1,2,\ldots,n", r"1,2,\dots,n"],
+    [r"f(x)=cx\text{ for any real }c", r"f(x)=cx"],
+    [r"52_{\text{eight}}", r"52_8"],
+    ['\uff081\uff0c2\uff09', r"(1,2)"],
+    ['x\xb2+1', r"x^2+1"],
+    ['\xbd', r"\frac12"],
+    ['5\u200b', r"5"],
+    [r"5 m/s", r"5"],
+    [r"5\,\mathrm{cm^{2}}", r"5\,\mathrm{cm}^{2}"],
+    [r"5\,\mu\text{m}", r"5"],
+    [r"5 gallons", r"5\text{ gallons}"],
+    [r"0.\overline{3}", r"\frac13"],
+    [r"1.5\times10^-3", r"0.0015"],
+    [r"(n+1)^{n-1}", r"(1+n)^{n-1}"],
+    [r"2^{2024}-1", r"-1+2^{2024}"],
+    [r"\frac{(2n)!}{n!(n+1)!}", r"\frac{1}{n+1}\binom{2n}{n}"],
+    [r"\sqrt{1/n}", r"\frac{1}{\sqrt{n}}"],
+    [r"2x+4y-3=0", r"y=-\frac12x+\frac34"],
+    [r"y=-1/2x+3", r"y=-\frac12x+3"],
+    [r"(0, 12.5)", r"0 < x < 12.5"],
+    [r"m \geq \sqrt{2}", r"m \in [\sqrt{2}, +\infty)"],
+    [r"x<3", r"(-\infty, 3)"],
+    [r"\text{13}", r"13"],
+    [r"2/3", r"\frac{2}{3}"],
+    [r"28\%", r"28 percent", r"28"],
+    [r"\left(-\infty,-\frac 12\right)\cup \left(-\frac 12,\infty\right)",
+     r"(-\frac12,\infty)\cup(-\infty,-1/2)"],
+    [r"(3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)"],
+    [r"0.5+\frac{\pi}{8}", r"\pi \div 8 + 1 \div 2"],
+    [r"\frac{0.5a}{b}/0.5", r"2\frac{a}{2b}"],
+    [r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"],
+    [r"(-\infty,-5]\cup[5,\infty)", r"[5,\infty)\cup\left(-\infty,-5\right]"],
+    [r"29.00", r"\$29.00", r"29"],
+    [r"033", r"33"],
+    [r"016", r"16"],
+    [r"a=1 \text{ or } a=-2", r"-2, 1"]]
+DIFFERENT_REPORTS = [
+    [r"S=\sum_{k=1}^{n}k", r"S=\prod_{k=1}^{n}k"],
+    [r"f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases}", r"f(x)=\begin{cases}7 & x=0\\ 9 & x=1\end{cases}"],
+    [r"a_n=1\text{ if }n=2", r"a_n=7\text{ if }n=2", r"2"],
+    [r"3+4\mathrm{i}", r"7"],
+    [r"3\text{ million}", r"3"],
+    [r"25\text{ (base 6)}", r"25\text{ (base 7)}"],
+    [r"3:05\text{ PM}", r"3:05\text{ AM}"],
+    [r"5\mathrm{R}", r"5\mathrm{r}", r"5"],
+    [r"2\quad 3", r"23"],
+    [r"x>-3\text{ and }x<5", r"x>-3\text{ or }x<5"],
+    [r"1331 and 1728", r"1728"],
+    [r"3*x-1*y+13=0", r"3x+4y+14=0"],
+    [r"1-\frac{1}{\mathrm{e}}", r"1+\frac{1}{\mathrm{e}}"],
+    [r"\frac{1}{2004!}", r"\frac{1}{2006!}"],
+    [r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"],
+    [r"\pm 2021", r"2021"],
+    [r"12:00", r"1:00"],
+    [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
+    [r"\frac{1}{23}", r"\frac{12}{3}"]]
+
+
+@pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)
+def test_reported_spellings_of_one_answer_are_equal(spellings):
+    assert equivalence_classes(spellings) == [0] * len(spellings)
+
+
+@pytest.mark.parametrize("spellings", DIFFERENT_REPORTS, ids=str)
+def test_reported_different_answers_differ(spellings):
+    assert len(set(equivalence_classes(spellings))) == len(spellings)
+
+
+@pytest.mark.parametrize("text, expected", [
+    (r"\(\boxed{3}\), \(\boxed{5}\), \(\boxed{7}\)", "3, 5, 7"),
+    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"), (r"\boxed{1}; \boxed{2}", "1, 2"),
+    (r"$x=\boxed{2}, y=\boxed{3}$", "x=2, y=3"), (r"(\boxed{1}, \boxed{2})", "(1, 2)"),
+    (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
+    (r"\boxed{7}. The final answer is in \boxed{}", "7"),
+    (r"\boxed{7}, as in \boxed{\text{your answer}}", "7"),
+    (r"\boxed5", "5"), (r"\boxed\frac{1}{2}", r"\frac{1}{2}"), (r"\boxed{5}, so \boxed{5}.", "5"),
+    (r"<think>I try \boxed{1} hmm", None), (r"<thinking>\boxed{1}</thinking> two", None),
+    (r"<reasoning>\boxed{1}</reasoning> \boxed{2}", "2"), (r"[THINK]\boxed{1}", None),
+    (r"<|begin_of_thought|>\boxed{1}", None), (r"<think>a</think> \boxed{3} <think>again \boxed{4}", None)])
+def test_the_box_that_was_meant(text, expected):
+    assert extract_answer(text) == expected
+
+
+def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
+    assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
+    assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
+    assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
+
+
+@pytest.mark.parametrize("box, letter", [
+    ("E - a polygenic score", "E"), (r"\boldsymbol{A}", "A"), (r"\mathsf{A}", "A"), (r"\rm A", "A"),
+    (r"\left(A\right)", "A"), ("A~", "A"), ("(A) or (B)", None), ("A, B", None), ("A and C", None),
+    ("Option B", "B"), (r"\text{(D)}", "D"), ("D. c", "D"), ("[C]", "C"), ("A cat", None), ("K", None)])
+def test_spellings_of_a_choice(box, letter):
+    assert extract_answer(rf"\boxed{{{box}}}", choices=10) == letter
 
 
 # ------------------------------------------------------ real gold answers -----------------------------------
@@ -225,23 +352,23 @@ BENCHMARKS = ["inline", "math500", "aime24", "aime25", "amc", "minerva", "olympi
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_right_answer_is_graded_wrong(name):
+def test_a_right_answer_is_graded_right(name):
     """Gold answers as the file has them, and as a model might write them, in a box after a page of text."""
     wrong = []
     for raw in golds_of(name):
-        gold = normal_gold(raw)
+        golds = normal_golds(raw)
         texts = [] if isinstance(raw, list) else [str(raw)]
-        for text in [*texts, *rewritings(gold)]:
+        for text in [*texts, *itertools.chain(*map(rewritings, golds))]:
             answer = extract_answer(PAGE + f"Hence \\[ \\boxed{{{text}}} \\].")
-            if not answers_equal(answer, gold):
-                wrong.append((gold, text))
+            if not any(answers_equal(answer, gold) for gold in golds):
+                wrong.append((golds, text))
     assert wrong == []
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_different_gold_answers_are_one(name):
+def test_different_gold_answers_differ(name):
     """All pairs of a benchmark at once: the reviewed classes have more than one spelling, and no others."""
-    golds = list(dict.fromkeys(normal_gold(raw) for raw in golds_of(name)))
+    golds = list(dict.fromkeys(gold for raw in golds_of(name) for gold in normal_golds(raw)[:1]))
     assert set(merged(golds).values()) - EQUAL_GOLDS == set()
     assert [gold for gold in golds if normal_form(gold) != gold] == []
 
@@ -268,7 +395,7 @@ HOSTILE = [
 PIECES = r"1 x \pi \frac { } ( ) [ ] + - = ^ _ , . \sqrt \text{ cm % \circ $ \, \left < \{ \\ and !".split()
 
 
-def test_a_hostile_answer_runs_or_hangs_or_differs_from_itself():
+def test_a_hostile_answer_runs_nothing_and_ends():
     SENTINEL.unlink(missing_ok=True)
     classes = equivalence_classes(HOSTILE)
     assert len(formulas.given_up & set(HOSTILE)) <= 8  # of a second each
@@ -281,14 +408,14 @@ def test_a_hostile_answer_runs_or_hangs_or_differs_from_itself():
 
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=30))
-def test_scribble_does_harm(text):
+def test_scribble_does_no_harm(text):
     assert normal_form(normal_form(text)) == normal_form(text)
     assert equivalence_classes([text, None, text]) == [0, None, 0]
     extract_answer("\\boxed{" + text)
     extract_answer("\\boxed{" + text + "}", choices=4)
 
 
-def test_what_hangs_is_not_stopped_or_not_remembered():
+def test_what_hangs_is_stopped_and_remembered():
     """The worker's own limit ends it, the next formula is answered, and the time is spent once."""
     hang = "|10^{9}|!"
     start = time.monotonic()

@@ -69,7 +69,7 @@ class VLLMSampler:
                 tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
         except Exception as error:
             raise UserError(f"vLLM does not start with --model, which is of the type {config.model_type}; "
-                            f"give --sampler hf. It says: {' '.join(str(error).split())[:400]}") from None
+                            f"give --sampler hf. It says: {' '.join(str(error).split())[:200]}") from None
         for kind, maker in makers.items():
             if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
                 kind.__init__, kind.do_not_compile = maker, True

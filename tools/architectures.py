@@ -3,9 +3,9 @@
     python -m tools.architectures                  # all types, an hour; writes docs/architectures.md
     python -m tools.architectures olmo2 qwen3_moe  # these, as a table on the screen
 
-Each type takes two real steps of ttrl.py with --sampler hf, with --sampler hf --plain and with --sampler vllm,
-so that changed weights reach the sampler, too. Then the trainer's log-probs of what was saved are compared
-with transformers' own eager attention, one sequence at a time."""
+Each type takes two real steps of ttrl.py: with --sampler hf, with --sampler hf --plain and with --sampler vllm.
+So changed weights reach the sampler, too. Then the trainer's log-probs of what was saved are compared with
+transformers' own eager attention, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from engine.policy import Policy, load_model
 ROOT = Path(__file__).parent.parent
 # What a type's config has of this; else its own default.
 SHAPE = dict(vocab_size=640, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.1,
-             sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+             initializer_range=0.1, sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
              num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
              topk_group=1, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 MLA = dict(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
@@ -102,8 +102,8 @@ def make_model(kind: str, folder: Path) -> None:
 
 
 def train(model: Path, out: Path, flags: list[str]) -> str:
-    """Two steps of ttrl.py in this process: the largest difference between sampler and trainer, or the sentence
-    or the traceback with which they end."""
+    """Two steps of ttrl.py in this process: the largest difference between sampler and trainer, or the
+    sentence or the traceback with which they end."""
     sys.argv = ["ttrl.py", "--model", str(model), "--out", str(out), *FLAGS, *flags]
     try:
         ttrl.main(parse(ttrl.Args, common.TOY, {}))

@@ -136,16 +136,17 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 
     model.load_weights = load_weights
     # What the CPU build once packed, it does not pack again: experts, and the embedding as a tied head.
-    modules = list(model.modules()) if worker.device.type == "cpu" else []
-    for module in modules:
-        if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
-            module.quant_method.moe_kernel = None
+    modules = dict(model.named_modules()) if worker.device.type == "cpu" else {}
+    experts = {n: m for n, m in modules.items() if hasattr(getattr(m, "quant_method", None), "moe_kernel")}
+    for module in experts.values():
+        module.quant_method.moe_kernel = None
     try:
         # without an iterator it re-reads the checkpoint
         worker.reload_weights(weights_iterator=iter(named_tensors))
     finally:
         del model.load_weights
-    for module in modules:
+    for module in modules.values():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
-    return {name for name, _ in model.named_parameters()} - taken
+    unpacked = {name for name, module in experts.items() if module.quant_method.moe_kernel is None}
+    return {name for name, _ in model.named_parameters()} - taken | unpacked

@@ -3,7 +3,7 @@
     python -m tools.architectures                  # all types, an hour; writes docs/architectures.md
     python -m tools.architectures olmo2 qwen3_moe  # these, as a table on the screen
 
-Each type takes two real steps of ttrl.py: with --sampler hf, with --sampler hf --plain and with --sampler vllm.
+Each type takes two real steps of ttrl.py: with --sampler hf, with --sampler hf --plain, with --sampler vllm.
 So changed weights reach the sampler, too. Then the trainer's log-probs of what was saved are compared with
 transformers' own eager attention, one sequence at a time."""
 

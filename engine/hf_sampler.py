@@ -7,19 +7,22 @@ with the trainer's, and its greedy tokens with transformers' own `generate`.
 from __future__ import annotations
 
 import re
-from itertools import islice
+from itertools import groupby, islice
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Sample
+from engine.base import Request, Sample, on_all_ranks, rank_and_ranks
+from engine.measure import first_that_agrees, in_float32, own_values, sampled, sequences
 from engine.policy import PACKED, load_model
 
-CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
+CACHE = 2 ** 30  # bytes of keys, values and states that are kept at a time
+LENGTH = 13      # of the sequence whose cache is measured; hardly another dimension has it
 
 
 def one_token_attention(module, query, key, value, attention_mask, scaling, **options):
@@ -50,11 +53,39 @@ class HFSampler:
 
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
-        self.model = load_model(model, trust_remote_code, dtype).eval().to(device)
-        if self.model.config.get_text_config().model_type in PACKED:
-            self.model.set_attn_implementation("one_token")
+        self.model = load_model(model, trust_remote_code, dtype).eval()
+        self.device, self.stop_ids = torch.device("cpu"), torch.zeros(0)
+        attention, self.together, self.cached = on_all_ranks(self._measure)[0]
+        self.model.set_attn_implementation(attention)
+        self.model.to(device)
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
+
+    def _measure(self) -> tuple | None:
+        """The fastest way to sample with the model's own log-probs: (attention, whether prompts of uneven
+        length go together, (numbers cached per sequence, per token)). Padding may reach a recurrent state."""
+        if rank_and_ranks()[0]:
+            return None  # rank 0 measures for all
+        fast = ["one_token"] if self.model.config.get_text_config().model_type in PACKED else []
+        ways = [(attention, together) for together in (True, False) for attention in (*fast, "sdpa", "eager")]
+        short, long = sequences(self.model)[1:]
+        requests = [Request(short.prompt_ids[:3], 2, 0, 2), Request(long.prompt_ids, 2, 1, 6),
+                    Request(long.prompt_ids, 2, 1, 3)]
+        self.cached = 0, 0
+
+        def difference(way: tuple[str, bool]) -> float:
+            self.model.set_attn_implementation(way[0])
+            self.together = way[1]
+            responses, logprobs = sampled(self, requests)
+            return float((logprobs - own_values(self.model, responses)[0]).abs().mean())
+
+        with in_float32(self.model):
+            way = first_that_agrees(self.model, "--sampler hf", ways, difference, "; give --sampler vllm")
+            self.model.set_attn_implementation(way[0])
+            cache = self.model(torch.tensor([range(LENGTH)]), use_cache=True).past_key_values
+        tensors = [x for x in tree_leaves(list(map(vars, cache.layers))) if isinstance(x, torch.Tensor)]
+        states = sum(x.numel() for x in tensors if LENGTH not in x.shape)
+        return *way, (states, sum(x.numel() for x in tensors if LENGTH in x.shape) // LENGTH)
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -77,19 +108,20 @@ class HFSampler:
         of its last tokens contains one of the texts in stop."""
         responses, rows = [], self._rows(requests)
         samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
-        for first in range(0, len(samples), rows):
-            responses += self._generate(samples[first:first + rows], temperature, top_p, top_k, stop, decode)
+        for _, part in groupby(samples, key=lambda sample: self.together or len(sample[0].prompt_ids)):
+            part = list(part)
+            for first in range(0, len(part), rows):
+                responses += self._generate(part[first:first + rows], temperature, top_p, top_k, stop, decode)
         rest = iter(responses)
         return [list(islice(rest, request.n)) for request in requests]
 
     def _rows(self, requests: list[Request]) -> int:
         """Sequences at a time: at most 1,024, fewer if their logits or keys and values take much memory."""
-        text = self.model.config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        width *= getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        sequence = 2 * text.num_hidden_layers * width * self.model.dtype.itemsize * longest
-        return max(1, min(1024, 2 ** 26 // text.vocab_size, CACHE // sequence))
+        state, token = self.cached
+        sequence = (state + token * longest) * self.model.dtype.itemsize
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        return max(1, min(1024, 2 ** 26 // vocabulary, CACHE // max(1, sequence)))
 
     def _generate(self, samples, temperature, top_p, top_k, stop, decode) -> list[Sample]:
         """[all] is all samples, [rows] those that are still being sampled."""
@@ -109,12 +141,12 @@ class HFSampler:
         left = dict(batch_first=True, padding_side="left")                      # both [prompts, longest]
         ids = pad_sequence([torch.tensor(prompt) for prompt in number], **left).to(self.device)
         mask = pad_sequence([torch.ones(len(prompt)).long() for prompt in number], **left).to(self.device)
-        cache = DynamicCache(config=self.model.config)
         position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-                         use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True,
+                         logits_to_keep=1)
         logits = out.logits[:, -1][prompt_of]                                   # [rows, vocabulary]
-        cache.batch_select_indices(prompt_of)
+        cache = out.past_key_values
+        cache.reorder_cache(prompt_of)  # the one way to select rows that all kinds of layers have
         mask = mask[prompt_of]                                                  # [rows, longest]
         position = mask.sum(1)                                                  # [rows], of the next token
         rows = torch.arange(len(samples), device=self.device)                   # [rows], of [all]
@@ -136,7 +168,7 @@ class HFSampler:
             if live.float().mean() < 7 / 8:  # to drop the others copies the cache
                 keep = live.nonzero().squeeze(-1)
                 rows, token, position, mask, live = (x[keep] for x in (rows, token, position, mask, live))
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)            # [rows, one longer]
             out = self.model(input_ids=token[:, None], attention_mask=mask, position_ids=position[:, None],
                              past_key_values=cache, use_cache=True)

@@ -13,7 +13,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.base import UserError, rank_and_ranks
+from engine.base import UserError, first_line, rank_and_ranks, say
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
@@ -122,7 +122,15 @@ class Plan:
 def check_plan(args, config) -> int:
     """--micro_tokens of a run on the GPUs here; raises UserError if it does not fit them. With --plan: prints
     the table on rank 0 and exits, with code 0 if the run fits, else 1."""
-    plan = Plan(args, config)
+    try:
+        plan = Plan(args, config)
+    except Exception as error:  # its terms need what the config of a dense decoder has
+        sentence = f"--model is of the type {config.model_type}, of which --plan does not know the memory: "
+        sentence += f"{type(error).__name__} {first_line(error)}"
+        if args.machine.plan:
+            raise UserError(sentence) from None
+        say(sentence)
+        return args.machine.micro_tokens
     if args.machine.plan:
         if rank_and_ranks()[0] == 0:
             print(plan.table(), flush=True)

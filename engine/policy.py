@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
 from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks
-from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.logprobs import PackedHead
+from engine.measure import trainer_way
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
-# A model with one of these in its config scales or caps its logits, which engine/logprobs.py does not.
-OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
@@ -79,19 +77,20 @@ class Policy:
     shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet)."""
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
-                 micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False):
-        """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens."""
+                 micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
+                 way: tuple[type, str] | None = None):
+        """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
+        way: see trainer_way, which measures it if it is not given."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
         self.model, text = model, model.config.get_text_config()
-        if not plain:
-            check_head(model)
+        model.eval()  # dropout would make the sampler and the trainer two different policies
         window = getattr(text, "sliding_window", None) or math.inf
-        self.packed = not plain and text.model_type in PACKED and max_length <= window
-        model.set_attn_implementation("packed" if self.packed else "sdpa")
-        head = PlainHead if plain else PackedHead if self.packed else ChunkedHead
-        self.head = head(model).requires_grad_(trainable)
-        self.head.eval()  # dropout would make the sampler and the trainer two different policies
+        packed = text.model_type in PACKED and max_length <= window
+        self.way = head, attention = way or trainer_way(model, plain, packed)
+        self.packed = head is PackedHead
+        model.set_attn_implementation(attention)
+        self.head = head(model).requires_grad_(trainable).eval()
         if trainable and gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for module in model.modules():
@@ -255,12 +254,3 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
         raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
                         f"shape, among them {', '.join(wrong[:3])}; they would be random.")
     return model
-
-
-def check_head(model) -> None:
-    """Raises UserError if the model's logits are not its head's weight times its hidden states."""
-    text = model.config.get_text_config()
-    scales = [getattr(text, name, None) for name in OTHER_LOGITS]
-    if model.get_output_embeddings().bias is not None or any(scale not in (None, 1) for scale in scales):
-        raise UserError(f"the architecture {text.model_type} scales, caps or shifts its logits, which "
-                        "engine/logprobs.py does not; give --plain.")

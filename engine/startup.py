@@ -20,6 +20,7 @@ from engine.builtin import model_folder
 from engine.data import encode_prompt, load_problems, read_template
 from engine.hf_sampler import HFSampler
 from engine.log import Log
+from engine.measure import check_vllm
 from engine.options import flat, out_of_range
 from engine.plan import check_plan
 from engine.policy import Policy, load_model
@@ -87,10 +88,13 @@ def read_config(path: str, args):
         raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer sequence rotates its first tokens otherwise, too
+        context = rope.get("original_max_position_embeddings", context)
     if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
                         f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
-    if text.num_attention_heads % args.machine.tensor_parallel:
+    if args.machine.tensor_parallel > 1 and text.num_attention_heads % args.machine.tensor_parallel:
         raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention "
                         f"heads of {path}, {text.num_attention_heads}.")
     return config
@@ -272,6 +276,8 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
     if vllm:
         say("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(args, path, stop_ids, device, dtype, dummy=train)
+        if train:
+            check_vllm(sampler, policy.model, dtype == torch.float32, machine.max_logp_diff, policy)
     else:
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
     torch.manual_seed(args.seed)  # building a vLLM engine re-seeds the process
@@ -300,7 +306,8 @@ def load_policies(args, path: str, device, dtype, log: Log) -> tuple[Policy, Pol
         offload = machine.offload == "optimizer" or machine.offload == "reference" and not trainable
         models.append(Policy(loaded, device, dtype, trainable, gradient_checkpointing=recompute,
                              micro_tokens=machine.micro_tokens, plain=machine.plain, offload=offload,
-                             max_length=args.max_prompt_tokens + args.max_new_tokens))
+                             max_length=args.max_prompt_tokens + args.max_new_tokens,
+                             way=models[0].way if models else None))
     return models[0], models[1] if args.kl_coef else None
 
 

@@ -6,11 +6,15 @@ their own, and not for the CPU build."""
 from __future__ import annotations
 
 import os
+import re
 from importlib import util
+from itertools import groupby
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
-from engine.base import Request, Sample
+from engine.base import Request, Sample, UserError
 
 
 def has_vllm() -> bool:
@@ -52,11 +56,23 @@ class VLLMSampler:
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
         length = args.max_prompt_tokens + args.max_new_tokens
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-        self.llm = LLM(model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
-                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                       trust_remote_code=args.machine.trust_remote_code,
-                       load_format="dummy" if dummy else "auto",
-                       tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
+        trust = args.machine.trust_remote_code
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
+        with torch.device("meta"):  # for the names of its weights
+            self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        makers = {kind: kind.__init__ for kind in map(type, self.model.modules())}
+        try:
+            self.llm = LLM(
+                model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
+                enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
+                trust_remote_code=trust, load_format="dummy" if dummy else "auto",
+                tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
+        except Exception as error:
+            raise UserError(f"vLLM does not start with --model, which is of the type {config.model_type}; "
+                            f"give --sampler hf. It says: {' '.join(str(error).split())[:200]}") from None
+        for kind, maker in makers.items():
+            if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
+                kind.__init__, kind.do_not_compile = maker, True
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
@@ -68,6 +84,7 @@ class VLLMSampler:
         if self.asleep:  # first the weights alone: weights, old KV cache and trainer may not fit together
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
+        named_tensors = as_in_checkpoints(self.model, named_tensors)
         missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
         if missing:
             raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")
@@ -101,6 +118,13 @@ class VLLMSampler:
         return groups
 
 
+def as_in_checkpoints(model, named_tensors):
+    """The weights under the names and in the parts that checkpoints have, which vLLM reads. transformers
+    renames and joins some (the experts of Mixtral), never beyond a layer."""
+    for _, layer in groupby(named_tensors, key=lambda item: re.match(r"\D*\d*", item[0])[0]):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
 def _load_into_worker(worker, named_tensors) -> set[str]:
     """Runs inside vLLM's worker; returns the parameters that were not loaded (vLLM itself only warns)."""
     model, taken = worker.get_model(), set()
@@ -111,12 +135,18 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
         return taken
 
     model.load_weights = load_weights
+    # What the CPU build once packed, it does not pack again: experts, and the embedding as a tied head.
+    modules = dict(model.named_modules()) if worker.device.type == "cpu" else {}
+    experts = {n: m for n, m in modules.items() if hasattr(getattr(m, "quant_method", None), "moe_kernel")}
+    for module in experts.values():
+        module.quant_method.moe_kernel = None
     try:
         # without an iterator it re-reads the checkpoint
         worker.reload_weights(weights_iterator=iter(named_tensors))
     finally:
         del model.load_weights
-    if worker.device.type == "cpu" and worker.model_config.hf_text_config.tie_word_embeddings:
-        # The CPU build computes a tied head from a packed copy of the embedding that the reload leaves stale.
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-    return {name for name, _ in model.named_parameters()} - taken
+    for module in modules.values():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+    unpacked = {name for name, module in experts.items() if module.quant_method.moe_kernel is None}
+    return {name for name, _ in model.named_parameters()} - taken | unpacked

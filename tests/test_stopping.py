@@ -9,6 +9,7 @@ import time
 
 import pytest
 from conftest import ROOT, TIMED, fresh_state, read_lines
+from test_ranks import free_port
 
 FLAGS = ("--steps 4 --votes 4 --train_samples 4 --prompts_per_batch 4 --num_minibatches 1 --sampler hf "
          "--max_new_tokens 24 --eval toy_test --eval_samples 1 --eval_every 3").split()
@@ -41,7 +42,7 @@ def run(tmp_path):
     def begin(*flags, slow=-1, ranks=1, out="run"):
         launcher = [sys.executable]
         if ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
         environment = os.environ | dict(SLOW=str(slow), PYTHONPATH=str(ROOT))
         command = [*launcher, str(script), *FLAGS, "--out", str(tmp_path / out), *flags]
         return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE,

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SMALL, make_policy, random_rollouts, read_lines, run_toy
+from test_ranks import free_port
 from torch.optim import AdamW
 
 import ttrl
@@ -21,7 +22,8 @@ SHELL = [f"--{name}={value}" for name, value in TINY.items()] + ["--sampler", "h
 
 def shell(script, *flags, ranks=1, **environment):
     """Run a script as from the shell; ranks: under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
+    launcher = torchrun if ranks > 1 else []
     return subprocess.run([sys.executable, *launcher, str(script), *SHELL, *flags], cwd=ROOT, text=True,
                           env=os.environ | dict(PYTHONPATH=str(ROOT)) | environment, capture_output=True)
 

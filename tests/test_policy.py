@@ -193,12 +193,13 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def test_a_loss_of_one_value_alone_takes_more_memory(monkeypatch):
+def test_a_loss_of_one_value_alone_takes_more_memory(tmp_path, monkeypatch):
     """Of log-probs or of entropies, than one of both: chunks of logits are freed all the same."""
-    policy, peaks = make_policy(), []
+    tiny_model("Qwen2", tmp_path, vocab_size=4096)
+    policy, peaks = make_policy(tmp_path), []
     policy.head.rows = logprobs.PlainHead.rows
     policy.model.set_attn_implementation("sdpa")
-    monkeypatch.setitem(logprobs.CHUNK, "cpu", 8 * policy.model.config.vocab_size)
+    monkeypatch.setitem(logprobs.CHUNK, "cpu", 8 * 4096)
     micro, = policy.micro_batches(random_rollouts(6, vocabulary=300))
     for weights in ((1, 1), (1, 0), (0, 1)):
         with Peak() as peak:
@@ -206,7 +207,7 @@ def test_a_loss_of_one_value_alone_takes_more_memory(monkeypatch):
             sum(value.sum() for weight, value in values if weight).backward()
         peaks.append(peak.most)
         policy.model.zero_grad()
-    assert max(peaks) < 1.1 * peaks[0], peaks
+    assert max(peaks) < 1.05 * peaks[0], peaks
 
 
 # -------------------------------------------------- saving -------------------------------------------------

@@ -71,14 +71,15 @@ class ChunkedHead(PlainHead):
         weight = self.model.get_output_embeddings().weight
 
         def of_chunk(hidden, targets):
-            return self.values(F.linear(hidden, weight), targets, temperature, statistics)
+            # one tensor: a chunk made again for a loss of one of the values alone would not be freed
+            return torch.stack(self.values(F.linear(hidden, weight), targets, temperature, statistics))
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(weight))
         if len(targets) <= size:  # a single chunk is kept
-            return of_chunk(hidden, targets)
+            return of_chunk(hidden, targets).unbind()
         chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
                   for chunk in zip(hidden.split(size), targets.split(size))]
-        return tuple(torch.cat(parts) for parts in zip(*chunks))
+        return torch.cat(chunks, 1).unbind()
 
 
 # ------------------------------------------------------ packed ---------------------------------------------

@@ -21,27 +21,47 @@ from engine.measure import trainer_way
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
 
 # -------------------------------------------------- micro-batches -------------------------------------------
-def plan_micro_batches(lengths: list[int], groups: list[int], ranks: int,
-                       budget: int) -> list[list[list[int]]]:
-    """Cut sequences of these lengths into micro-batches; plan[rank][k] = indices of rank's k-th micro-batch.
+def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
+                       padding: float) -> list[list[list[int]]]:
+    """Share responses out among the ranks; plan[rank][k] = indices of the rank's k-th micro-batch.
 
-    Sorted by group and length, so that little is padding; padded size (longest x count) within the token
-    budget if one sequence allows it. Every rank gets equally many (an empty list when nothing is left),
-    because FSDP hangs when ranks disagree. Every rank computes the plan of all ranks, so nothing is
-    communicated."""
-    if ranks > 1:  # micro-batches filled to the budget would leave the last ranks little to do
-        budget = min(budget, max(max(lengths), sum(lengths) // ranks))
-    micros = []
-    for i in sorted(range(len(lengths)), key=lambda i: (groups[i], -lengths[i])):
-        wider = [*micros[-1], i] if micros else [i]
-        if len(wider) > 1 and len(wider) * max(lengths[j] for j in wider) <= budget:
-            micros[-1] = wider
-        else:
-            micros.append([i])
-    # those who take turns should have as much to do
-    micros.sort(key=lambda micro: sum(lengths[i] for i in micro), reverse=True)
-    micros += [[] for _ in range(-len(micros) % ranks)]
-    return [micros[rank::ranks] for rank in range(ranks)]
+    prompts, responses: lengths in tokens; groups: numbers of the prompts. The size of a micro-batch: its
+    prompts, once each, its responses, and `padding` times what would make those of a prompt equally long.
+    None is larger than the budget, or than the longest sequence if that is larger still.
+
+    FSDP makes the ranks wait for each other in every round. So there are as few rounds as possible, and each
+    is dealt out evenly. A rank may get an empty list. Every rank computes the plan of all ranks, so nothing
+    is communicated."""
+    lengths = [prompt + response for prompt, response in zip(prompts, responses)]
+    order = sorted(range(len(lengths)), key=lambda i: (groups[i], -responses[i]))
+    budget, largest, rounds = max(budget, *lengths), math.inf, 0
+    while largest > budget:
+        rounds, parts, done, largest, plan = rounds + 1, {}, 0, 0.0, []
+        for i in order:  # every round has as many tokens
+            parts.setdefault(rounds * done // sum(lengths), []).append(i)
+            done += lengths[i]
+        for part in parts.values():
+            micros, sizes = deal(part, prompts, responses, groups, ranks, padding)
+            plan.append(micros)
+            largest = max(largest, *sizes)
+    return [list(micros) for micros in zip(*plan)]
+
+
+def deal(part: list[int], prompts, responses, groups, ranks: int, padding: float) -> tuple[list, list]:
+    """(micro-batches, sizes) of a round: each response, the longest first, goes to the rank where it makes
+    the smallest micro-batch."""
+    micros, sizes = [[] for _ in range(ranks)], [0.0] * ranks
+    longest = [{} for _ in range(ranks)]  # response to a prompt: the first that the rank has got
+    for i in sorted(part, key=lambda i: -responses[i]):
+        wider = []
+        for size, of in zip(sizes, longest):
+            more = padding * (of[groups[i]] - responses[i]) if groups[i] in of else prompts[i]
+            wider.append(size + responses[i] + more)
+        rank = wider.index(min(wider))
+        sizes[rank] = wider[rank]
+        micros[rank].append(i)
+        longest[rank].setdefault(groups[i], responses[i])
+    return [sorted(micro, key=lambda i: groups[i]) for micro in micros], sizes
 
 
 class MicroBatch:
@@ -139,17 +159,20 @@ class Policy:
         return logp_T.masked_fill(micro.mask_T == 0, 0.0), *others
 
     def micro_batches(self, responses: list):
-        """This rank's micro-batches, at most micro_tokens padded tokens each; equally many on every rank."""
+        """This rank's micro-batches, of at most micro_tokens each; equally many on every rank."""
         if not responses:
             return
         lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
-        order = {tuple(r.prompt_ids): i for i, r in enumerate(responses)} if self.packed else {}
-        # packed: one prompt's responses stay together
-        prompts = [order.get(tuple(r.prompt_ids), 0) for r in responses]
+        nothing, number = [0] * len(responses), {}  # number: of each prompt
+        sizes, padding = (nothing, lengths, nothing), 1.0
+        if self.packed:  # a prompt is computed once; attention alone, an eighth of the memory, sees padding
+            groups = [number.setdefault(tuple(r.prompt_ids), len(number)) for r in responses]
+            own = [len(r.response_ids) for r in responses]
+            sizes, padding = ([len(r.prompt_ids) for r in responses], own, groups), 1 / 8
         # a rank with nothing left computes the shortest sequence once more, with weight zero
         filler = copy.copy(responses[lengths.index(min(lengths))])
         filler.mask = torch.zeros(len(filler.response_ids))
-        for indices in plan_micro_batches(lengths, prompts, self.ranks, self.micro_tokens)[self.rank]:
+        for indices in plan_micro_batches(*sizes, self.ranks, self.micro_tokens, padding)[self.rank]:
             yield MicroBatch([responses[i] for i in indices] or [filler], indices, self.device)
 
     def score_old(self, responses: list, temperature: float) -> None:

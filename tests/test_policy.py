@@ -1,11 +1,16 @@
 """The policy: micro-batch plans, packed rows, the head without full logits, saving."""
 
+import random
+import weakref
+
 import pytest
 import torch
 from conftest import make_policy, random_rollouts, tiny_model
 from equations import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import logprobs
@@ -15,32 +20,61 @@ from engine.policy import plan_micro_batches
 
 
 # ------------------------------------------------- the plan ------------------------------------------------
+def size_of(micro, prompts, responses, groups, padding) -> float:
+    """Tokens: each prompt of the micro-batch once, its responses, a share of what pads these."""
+    rows = {}
+    for i in micro:
+        rows.setdefault(groups[i], []).append(responses[i])
+    prompt_tokens = sum({groups[i]: prompts[i] for i in micro}.values())
+    padded = sum(len(row) * max(row) for row in rows.values())
+    return prompt_tokens + padding * padded + (1 - padding) * sum(responses[i] for i in micro)
+
+
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=st.integers(1, 9),
-       budget=st.integers(1, 2000), n_groups=st.sampled_from([1, 4]))
-def test_plan_is_complete_within_budget_and_equal_in_number(lengths, ranks, budget, n_groups):
-    groups = [i % n_groups for i in range(len(lengths))]
-    plan = plan_micro_batches(lengths, groups, ranks, budget)
+@given(responses=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=st.integers(1, 9),
+       budget=st.integers(1, 2000), lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+       padding=st.sampled_from([0, 1 / 8, 1]))
+def test_plan_is_complete_within_budget_and_equal_in_number(responses, ranks, budget, lengths, padding):
+    groups = [i % len(lengths) for i in range(len(responses))]
+    prompts = [lengths[group] for group in groups]
+    plan = plan_micro_batches(prompts, responses, groups, ranks, budget, padding)
     assert len(plan) == ranks
     assert len({len(micros) for micros in plan}) == 1
     planned = [micro for micros in plan for micro in micros]
-    assert sorted(i for micro in planned for i in micro) == list(range(len(lengths)))
+    assert sorted(i for micro in planned for i in micro) == list(range(len(responses)))
+    longest = max(sum(pair) for pair in zip(prompts, responses))
     for micro in planned:
-        assert len(micro) <= 1 or max(lengths[i] for i in micro) * len(micro) <= budget
-    # nobody is idle from the start, unless a longest sequence, for which the others wait, takes as long
-    if sum(lengths) // ranks >= max(lengths):
-        assert all(micros[0] for micros in plan)
+        assert size_of(micro, prompts, responses, groups, padding) <= max(budget, longest) + 1e-6
+        assert [groups[i] for i in micro] == sorted(groups[i] for i in micro)  # packed prompt by prompt
+    # nobody is idle while another has two
+    for micros in zip(*plan):
+        assert min(map(len, micros)) > 0 or max(map(len, micros)) == 1 or min(prompts) == 0
 
 
-def test_plan_by_hand():
-    # lengths 9, 1, 8, 2 within 16 tokens: 9 alone (two rows of 9 are 18), then 8 with 2 (2 x 8 = 16), then 1;
-    # 8 + 2 tokens come before 9
-    assert plan_micro_batches([9, 1, 8, 2], [0] * 4, 1, 16) == [[[2, 3], [0], [1]]]
-    # on two ranks 20 / 2 = 10 tokens are enough: 9, then 8 (2 x 8 = 16 is too much), then 2 with 1
-    # (2 x 2 = 4); they are dealt in turn, and the second rank gets an empty one
-    assert plan_micro_batches([9, 1, 8, 2], [0] * 4, 2, 16) == [[[0], [3, 1]], [[2], []]]
-    # the responses of a prompt stay together: a (9, 1) takes 2 x 9 = 18 tokens, b (8, 2) takes 2 x 8
-    assert plan_micro_batches([9, 8, 1, 2], [0, 1, 0, 1], 1, 18) == [[[0, 2], [1, 3]]]
+@pytest.mark.parametrize("prompts, responses, groups, ranks, budget, padding, expected", [
+    # 9, then 8, to the ranks with nothing; 2 to the one with 8, which makes 10; 1 to the one with 9
+    ([0] * 4, [9, 1, 8, 2], [0] * 4, 2, 16, 0, [[[0, 1]], [[2, 3]]]),
+    # padded rows: 8 and 2 take 2 x 8 = 16 tokens, 9 and 1 take 18, too many: the 20 tokens become two rounds,
+    # 9 with 8 (the first 17 tokens begin below 10), and 2 with 1
+    ([0] * 4, [9, 1, 8, 2], [0] * 4, 2, 16, 1, [[[0], [3]], [[2], [1]]]),
+    # a prompt of 5 tokens is computed where it is already: b's 3 go to b (8 + 3 = 11), not to a (9 + 5 + 3)
+    ([5] * 3, [4, 3, 3], [0, 1, 1], 2, 16, 0, [[[0]], [[1, 2]]]),
+    # the longest sequence, 5 + 9, is allowed where the budget is not
+    ([5] * 2, [9, 2], [0, 0], 1, 3, 0, [[[0], [1]]])])
+def test_plan_by_hand(prompts, responses, groups, ranks, budget, padding, expected):
+    assert plan_micro_batches(prompts, responses, groups, ranks, budget, padding) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_wait_for_each_other(ranks):
+    """For less than a sixth of the time, if a minibatch has four responses and more for each of them."""
+    generator = random.Random(1)
+    for _ in range(20):
+        responses = [min(3072, int(generator.lognormvariate(6.5, 0.5))) for _ in range(32)]
+        groups = [i % 8 for i in range(32)]
+        plan = plan_micro_batches([180] * 32, responses, groups, ranks, 16384, 1 / 8)
+        sizes = [[size_of(micro, [180] * 32, responses, groups, 1 / 8) for micro in row] for row in plan]
+        assert sum(map(sum, sizes)) > 5 / 6 * ranks * sum(max(round) for round in zip(*sizes))
 
 
 # ------------------------------------------------ micro-batches --------------------------------------------
@@ -140,6 +174,41 @@ def test_a_model_with_other_logits_is_refused_and_plain_takes_it(tmp_path, kind,
     with pytest.raises(UserError, match="scales, caps or shifts its logits, .* give --plain"):
         make_policy(tmp_path)
     is_the_models_own(make_policy(tmp_path, plain=True), model, 64)
+
+
+class Peak(TorchDispatchMode):
+    """The most numbers that were alive at once, of those made while it watches."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+def test_a_loss_of_one_value_alone_takes_more_memory(tmp_path, monkeypatch):
+    """Of log-probs or of entropies, than one of both: chunks of logits are freed all the same."""
+    tiny_model("Qwen2", tmp_path, vocab_size=4096)
+    policy, peaks = make_policy(tmp_path), []
+    policy.head.rows = logprobs.PlainHead.rows
+    policy.model.set_attn_implementation("sdpa")
+    monkeypatch.setitem(logprobs.CHUNK, "cpu", 8 * 4096)
+    micro, = policy.micro_batches(random_rollouts(6, vocabulary=300))
+    for weights in ((1, 1), (1, 0), (0, 1)):
+        with Peak() as peak:
+            values = zip(weights, policy.logprobs(micro, 1.0))
+            sum(value.sum() for weight, value in values if weight).backward()
+        peaks.append(peak.most)
+        policy.model.zero_grad()
+    assert max(peaks) < 1.05 * peaks[0], peaks
 
 
 # -------------------------------------------------- saving -------------------------------------------------

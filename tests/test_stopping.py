@@ -42,7 +42,8 @@ def run(tmp_path):
     def begin(*flags, slow=-1, ranks=1, out="run"):
         launcher = [sys.executable]
         if ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            launcher += ["--master-port", free_port()]
         environment = os.environ | dict(SLOW=str(slow), PYTHONPATH=str(ROOT))
         command = [*launcher, str(script), *FLAGS, "--out", str(tmp_path / out), *flags]
         return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE,

@@ -103,9 +103,9 @@ def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
     """([N] answer classes, None if invalid; the class rewarded with 0.5 to 1). EVOL-RL, A.2.
 
-    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): that is the
-    gold answer's class, -1 if nobody gave it; a verifier does not ask for digits, so the right
-    answer is valid without one."""
+    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): the class is the
+    gold answer's, or -1, which nobody has, if nobody gave it; a verifier does not ask for digits, so the
+    right answer is valid without one."""
     classes = common.answer_classes(problem, responses)
     gold = None
     if labels == "gold":

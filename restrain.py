@@ -131,10 +131,10 @@ def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float 
     >>> restrain_advantages([0, 0, 1, None], kappa=2)
     (tensor([0.5641, 0.5641, 0.5230, 0.0000]), tensor([-0.1743, -0.1743, -0.5641, -0.7384]))
     """
-    n, weights = len(classes), weighted_labels(classes, sigma)
-    # Eq. 4: rewards 0, so advantages 0, minus delta; the weights sum to 1
-    if majority_count(classes) < kappa:
+    n = len(classes)
+    if majority_count(classes) < kappa:  # Eq. 4: rewards 0 give advantages 0, less delta, for every label
         return torch.zeros(n), torch.full((n,), -float(delta))
+    weights = weighted_labels(classes, sigma)
     advantages = torch.zeros(len(weights), n)  # A_ij, one row per label
     for j, label in enumerate(weights):
         advantages[j] = group_advantages(torch.tensor([float(c == label) for c in classes]))

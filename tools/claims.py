@@ -10,8 +10,8 @@ A claim is a row of tools/claims.csv, committed before its runs. Its arms share 
 included. Settings are chosen on seeds 101 and above; 1 to 8 are reported, and 11 to 18 run once, later.
 One rule gives all verdicts: *shown* if the 95% interval of the paired difference excludes 0 in the claimed
 direction and the mean exceeds the margin, *opposite* if it excludes 0 in the other, else *not shown here*.
-But a claim about what happens where something else does (TTRL collapses) is *not testable here*, whatever
-its interval, if that does not happen in most of its runs: then the record's column `lacks` says so.
+A claim about what happens where something else does (TTRL collapses) is *not testable here*, whatever its
+interval, if that does not happen in most of its runs: the record's `lacks`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Dynamic RL: "All by Large Language Model Itself" (anonymous, under double-blind review; no arXiv id known).
 
-The idea: the model needs no data set at all. It writes questions to one fixed prompt z_0, solves each of them
-several times, and its majority answer is the label. Solutions are rewarded for agreeing with it; questions
-are rewarded for being of moderate difficulty (tau = 3/4: most solutions agree, not all) and for differing, in
-text and in answer, from the other questions of the batch: else the questions become equal, or their answers.
+The idea: learning is static on given solutions, semi-dynamic (usual RL) if the model samples solutions to
+given questions, and dynamic if it writes the questions, too. Then they change with the model, and no data set
+is needed; the paper claims parity with semi-dynamic RL on 40K labelled problems. The model writes questions
+to one prompt z_0 and solves each several times; its majority answer is the label. Solutions are rewarded for
+agreeing with it. Questions are rewarded for differing from the others of the batch, in answer first, then in
+text: else all become alike; and, least, for moderate difficulty (tau = 3/4: most solutions agree, not all).
+The weights of these three, each z-scored, are 1 : 1e-1 : 1e-3.
 
     label                l(q) = most frequent answer of the m solutions of q, r(q) = its votes      (Eq. 4, 5)
     solution reward      R_s = 1[answer = l(q)],   p(q) = r(q) / m                                  (Eq. 6, 7)
@@ -13,7 +16,7 @@ text and in answer, from the other questions of the batch: else the questions be
     answer diversity     R_da = 1 / number of questions of the batch with the same label              (Eq. 12)
     filtering            R_q = R_s = 0, R_dq and R_da stay: proofs, several questions in one, with a solution
     advantages           A_q = lambda_q z(R_q) + lambda_dq z(R_dq) + lambda_da z(R_da)                (Eq. 14)
-                         A_s = lambda_s z(R_s) over the m solutions of a question
+                         A_s = lambda_s z(R_s) over the m solutions of a question, also if fewer are trained
                          z(R) = (R - mean R) / (std R + eps), for A_q over the n questions
     loss                 that of ttrl.py on the questions plus that on the solutions; at ratio 1 its gradient
                          is Eq. 14's, with log pi averaged over a response's tokens
@@ -93,9 +96,9 @@ class Args(common.Args):
     votes: common.Count = 16
     """m, solutions sampled per question: 16 (section 3.1)."""
     train_samples: common.Count = 16
-    """Solutions per question that are trained: all m."""
+    """Solutions per question that are trained, all m (Eq. 14); if fewer, advantages are still over all m."""
     steps: common.CountOrZero = 1259
-    """One epoch of DeepScaleR-40K (40,315 problems) at 32 problems per batch (section 3.1)."""
+    """Those of one epoch of DeepScaleR-40K (section 3.1): 40,315 problems (its card) in batches of 32."""
     epochs: common.CountOrZero = 1
     """With --dataset and --steps 0: one epoch (section 3.1)."""
     lr: common.NonNegative = 1e-6
@@ -220,7 +223,7 @@ def question_advantages(r_q: torch.Tensor, r_dq: torch.Tensor, r_da: torch.Tenso
 
 
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -283,7 +286,7 @@ def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Pro
 
 def judge_question(question: Rollout, responses: list[Rollout], classes: list[int | None],
                    rewards: torch.Tensor) -> torch.Tensor:
-    """Set p (Eq. 7) and l(q) from a question's solutions; returns R_s [m], 0 if the question is filtered."""
+    """Set p (Eq. 7) and l(q) from a question's solutions; returns R_s [m], 0 if filtered (Algorithm 1)."""
     winner = common.majority(classes)
     question.p = float(rewards.mean())
     question.label = responses[classes.index(winner)].answer if winner is not None else None
@@ -350,9 +353,9 @@ def main(args: Args) -> None:
                 rewards_N = judge_question(questions[prompt.id], responses, classes_N, rewards_N)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
             log.vote(prompt, responses, classes_N, rewards_N, label=common.majority(classes_N))
-            advantages_G = args.lambda_s * group_advantages(rewards_N[trained_G])
-            for i, advantage in zip(trained_G, advantages_G.tolist(), strict=True):
-                responses[i].advantage = advantage
+            advantages_N = args.lambda_s * group_advantages(rewards_N)  # Eq. 14: over all m solutions
+            for i in trained_G:
+                responses[i].advantage = float(advantages_N[i])
                 train.append(responses[i])
         question_metrics = reward_questions(questions, args, run.answer_keys) if questions else {}
         usable = any(question.kept and question.label is not None for question in questions)

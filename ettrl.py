@@ -1,19 +1,23 @@
 """ETTRL: Balancing Exploration and Exploitation in LLM Test-Time RL via Entropy Mechanism (Liu et al. 2025,
 arXiv:2508.11356).
 
-The idea: many tokens of 64 parallel responses are redundant, so sample few trunks and fork them at the
-tokens the model found least likely (ETMR). And multiply every trained response's advantage by 0.8 to 1.2: by
-less if the model was less sure of it than of its group's average (EAR). Here all forks of all prompts go to
-the engine in one second call, as prompt + prefix: its prefix cache reuses the trunks.
+The idea: many tokens of 64 parallel responses are redundant, so sample few trunks and fork them where the
+model was unsure (ETMR: TreeRL's rollouts, with a vote). And early in training few responses win the
+vote, often wrongly, and GRPO pays few winners most; so multiply every trained response's advantage by 0.8 to
+1.2, by less if its entropy is above its group's average (EAR). "Unsure" is two things in the paper: its text
+forks at tokens of high entropy (Eq. 4), Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
 
-    ETMR       score_t = -log pi(y_t) of a trunk's tokens; at the N highest draw token t anew    (Algorithm 1)
+    ETMR       M trunks, whole responses; score_t = -log pi(y_t) of their tokens                 (Algorithm 1)
+               at each trunk's N highest scores draw token t anew and go on, B times
                leaves M (1 + B N), all of which vote                                                   (Eq. 8)
                tokens (1 + B N / 2) / (1 + B N) of parallel sampling's, if forks were spread evenly (Eq. 9-11)
     EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)
                Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
-               Adv-Clip  A_i = clip(A_i, -beta, beta)                                                 (Eq. 15)
-    The reward, A_i and the loss are TTRL's (ttrl.py). The paper tests ETMR and EAR each alone; here both are
-    on unless turned off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
+               Adv-Clip  A_i = clip(A_i, -bound, bound), the paper's other beta                       (Eq. 15)
+    The reward, A_i and the loss are TTRL's (ttrl.py); its KL term is not ETTRL's (3.1). The paper tests ETMR
+    and EAR each alone; here both are on unless turned off. (Eq. 12 scales unsure responses down; the text
+    after Eq. 14 says the opposite.)
+    Below, N counts the forks of a trunk in the options alone; in shapes it counts responses, as everywhere.
 
 Why it works, a worked example: docs/ettrl.md. The tables' rows as commands: docs/recipes/ettrl.md.
 
@@ -49,7 +53,8 @@ class Args(common.Args):
     branches: common.Count = 2
     """B, continuations per fork point (section 4). M (1 + B N) = 60 leaves vote instead of --votes."""
     fork_score: Literal["surprisal", "entropy"] = "surprisal"
-    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next token, Eq. 4, by one more pass."""
+    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next token, Eq. 4, the text's (section 3.2), by
+    one more pass."""
     advantage: Literal["res", "clip", "none"] = "res"
     """EAR (section 3.3). res: scaled by relative entropy (Eq. 14). clip: Eq. 15. none: TTRL's."""
     alpha: common.Share = 0.2
@@ -69,7 +74,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 

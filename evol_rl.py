@@ -2,18 +2,23 @@
 
 The idea: majority drives selection, novelty promotes variation. Rewarding agreement alone collapses entropy:
 responses grow short and alike. So every response of the majority is still rewarded above every other one, but
-within both blocks those that say something the others do not (sentence embeddings) are paid more; a wider
-upper clip and an entropy bonus keep them. A block takes its whole band, however alike its texts are: a
-dull response of a strong majority has a negative advantage, but nearly equal texts are ranked by noise.
+in both blocks, the majority and all others together, those that say something the others do not (sentence
+embeddings) are paid more: in the majority to find other ways to its answer, in the minority to leave frequent
+mistakes. A wider upper clip keeps their push from being cut, an entropy bonus keeps them coming. A collapsed
+model cannot rest: min-max gives the one response that differs the top of its band.
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
-               mean_i: mean cosine to the others of i's block (the majority, or all minority answers together)
-               max_i: largest cosine to any other response of the prompt (valid ones, as released)
+               mean_i: mean cosine to the others of i's block, against conformity; over all, the gap between
+               majority and minority would drown it
+               max_i: largest cosine to any other response of the prompt (valid ones, as released), against
+               near copies
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
-    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
+    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i)     (Eq. 1: GRPO with clip_high above clip_low)
+               + kl_coef KL_t                                                          (Table 3; not in Eq. 1)
+               - entropy_coef H_t                                                                      (Eq. 2)
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
@@ -43,7 +48,8 @@ from transformers.utils import cached_file
 @dataclass
 class Args(common.Args):
     dataset: str = "math500"
-    """A row of Table 1; 3 epochs are 186 batches. (AIME24: 60 epochs, docs/evol_rl.md.)"""
+    """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
+    (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
     """majority: EVOL-RL. gold: correct responses take the majority's place, the RLVR variant of Figure 4."""
     novelty: bool = True
@@ -71,7 +77,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -99,9 +105,9 @@ def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
     """([N] answer classes, None if invalid; the class rewarded with 0.5 to 1). EVOL-RL, A.2.
 
-    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): that is the
-    gold answer's class, -1 if nobody gave it; a verifier does not ask for digits, so the right
-    answer is valid without one."""
+    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): the class is the
+    gold answer's, or -1, which nobody has, if nobody gave it; a verifier does not ask for digits, so the
+    right answer is valid without one."""
     classes = common.answer_classes(problem, responses)
     gold = None
     if labels == "gold":
@@ -133,7 +139,8 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
     """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
 
     Two cases are the released code's: alone in its block, u~ is 1 (A.3 gives 0); all equally
-    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours."""
+    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours. Two responses that are each other's
+    nearest are always equally novel, as their means are one number."""
     if len(block) < 2:
         return torch.ones(len(block))
     u = novelty(similarity, block, valid, alpha)
@@ -215,7 +222,7 @@ class Embedder:
 
 
 def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, torch.Tensor]:
-    """{text: unit vector} of what the responses say after their thoughts, sharded over the ranks.
+    """{text: unit vector} of the text that counts of each response (`spoken`), sharded over the ranks.
 
     Equal texts are embedded once, so that rounding never tells them apart."""
     texts = dict.fromkeys(spoken(response) for responses in groups for response in responses)
@@ -223,8 +230,10 @@ def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, to
 
 
 def spoken(response: Rollout) -> str:
-    """What is embedded: the text behind the thoughts, nothing without an answer."""
-    return response.text.split("</think>", 1)[-1] if response.answer is not None else ""
+    """What is embedded: the whole response, or what follows its thoughts if it has any; empty if no answer.
+
+    The paper embeds "the reasoning part" (2.2), which it does not define; this is the released code's way."""
+    return response.text.rpartition("</think>")[2] if response.answer is not None else ""
 
 
 # -------------------------------------------------- the loop ------------------------------------------------

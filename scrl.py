@@ -2,26 +2,29 @@
 arXiv:2603.19880).
 
 The idea: a weak majority is often wrong, and the z-score pays it most: with a share f of winners their
-advantage is sqrt((1 - f) / f). So only a strong and clear majority becomes a label; otherwise there is none.
-Rare answers that were also given with high entropy are most likely wrong and become negative labels. The size
-of a reward follows the share of the votes, answers given with high entropy lose a little, and no answer at
-all costs most: -1 (released code).
+advantage is sqrt((1 - f) / f). So only a strong and clear majority becomes a positive label. Which answers
+are wrong is easier to say than which one is right: with a positive label or without, rare answers that were
+also given with high entropy are negative labels; the entropy gate spares a right answer that is still rare.
+A reward's size follows the share of the votes, answers given with high entropy lose a little, and no answer
+at all costs most: -1 (released code).
 
     p_j        = n_j / N, the share of answer j among all N responses
     H_i        = mean_t of the full-vocabulary entropy of response i                                (Eq. 5, 6)
     H_j, H_bar = means of H_i over the responses with answer j, and over all N                         (Eq. 7)
     positive   y+ = the top answer if p >= tau_pos and p - (second share) > tau_marg, else none        (Eq. 4)
-    negative   N- = {j : p_j < tau_neg and H_j >= H_bar}, in our reading without y+                    (Eq. 8)
+    negative   N- = {j : p_j < tau_neg and H_j >= H_bar}; y+ is never one (ours)                       (Eq. 8)
     reward     R_i = p_j 1[j = y+] + (p_j - tau_neg) 1[j in N-] - lambda_h (H_j - H_bar),  j = a_i     (Eq. 9)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
-    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
+    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i)                                   (GRPO, Eq. 2)
+               + kl_coef KL_t                                             (SCRL's released code; not in Eq. 2)
+               - entropy_coef H_t                                                          (EVOL-RL's; 0 here)
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
 Why it works, a worked example: docs/scrl.md. The tables' rows as commands: docs/recipes/scrl.md.
 
     python scrl.py                                                                     # the toy, on a laptop
-    python scrl.py --model meta-llama/Llama-3.2-1B-Instruct --dataset aime25           # one GPU
+    python scrl.py --model meta-llama/Llama-3.2-1B-Instruct --dataset math500 --epochs 10   # one GPU, Table 2
     torchrun --nproc-per-node 8 scrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30 \\
         --prompt system --temperature 1
 
@@ -94,8 +97,9 @@ def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: fl
                   negatives: bool = True, entropy_gate: bool = True) -> tuple[int | None, set[int]]:
     """(the positive label or None, the negative labels), from [N] classes and entropies. SCRL, Eq. 4, 8.
 
-    None (no answer) counts in N, but is no label; a tie goes to the class seen first. The switches are three
-    rows of Table 3: the majority is a label, however weak; no negative labels; those of any entropy.
+    None (no answer) counts in N, but is no label; a tie goes to the class seen first. The positive label is
+    never a negative one, which Eq. 8 does not say; it matters if tau_pos is off or below tau_neg. Switches,
+    three rows of Table 3: the majority is a label, however weak; no negative labels; those of any entropy.
 
     >>> pseudo_labels([0] * 7 + [1, 2], [0.3] * 7 + [0.9, 0.2])
     (0, {1})
@@ -104,7 +108,7 @@ def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: fl
     counts = {c: classes.count(c) for c in classes if c is not None}
     second = max((count for c, count in counts.items() if c != top), default=0)
     # subtracted before divided: 4 votes in 10 lead 1 by 0.3, but 0.4 - 0.1 is 0.30000000000000004
-    strong = counts and counts[top] / n >= tau_pos and (counts[top] - second) / n > tau_marg
+    strong = bool(counts) and counts[top] / n >= tau_pos and (counts[top] - second) / n > tau_marg
     positive = top if strong or not selective_positive else None
     of_class, average = answer_entropies(classes, entropies)
     rare = {c for c, count in counts.items() if c != positive and count / n < tau_neg} if negatives else set()

@@ -1,12 +1,15 @@
 """TTRL: Test-Time Reinforcement Learning (Zuo et al. 2025, arXiv:2504.16084).
 
-The idea: without labels, the model's own majority answer is one. Sample N responses to a problem, let their
-answers vote, reward every response that agrees with the winner, and take GRPO steps on a subset of G of them.
+The idea: without labels, the model's own majority answer serves as the label. Sample N responses to a
+problem, let their answers vote, reward every response that agrees with the winner, and take GRPO steps on G
+of them. A wrong label still judges most responses rightly, if most are wrong in other ways (section 4.2).
 
     label      y*  = the most frequent answer among the N responses                               (TTRL Eq. 4)
     reward     R_i = 1[answer_i = y*]                                                             (TTRL Eq. 3)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
-    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i) + kl_coef KL_t - entropy_coef H_t        (GRPO)
+    loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i)                     (GRPO; TTRL prints no loss)
+               + kl_coef KL_t                                                           (TTRL's released code)
+               - entropy_coef H_t                                                    (EVOL-RL's Eq. 2; 0 here)
                ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
@@ -33,7 +36,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL; ETTRL paper, Eq. 7.
+    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 

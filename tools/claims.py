@@ -10,6 +10,8 @@ A claim is a row of tools/claims.csv, committed before its runs. Its arms share 
 included. Settings are chosen on seeds 101 and above; 1 to 8 are reported, and 11 to 18 run once, later.
 One rule gives all verdicts: *shown* if the 95% interval of the paired difference excludes 0 in the claimed
 direction and the mean exceeds the margin, *opposite* if it excludes 0 in the other, else *not shown here*.
+A claim about what happens where something else does (TTRL collapses) is *not testable here*, whatever its
+interval, if that does not happen in most of its runs: the record's `lacks`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subset
 class Claim:
     """A row of tools/claims.csv."""
     id: str
-    says: str
+    says: str        # the paper's sentence
     place: str
     arms: list[str]  # commands; "start", the first arm's own; a number; of VOTES: two measures of `vote_row`
     regime: str      # of tools/regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
@@ -61,6 +63,12 @@ class Claim:
     seeds: list[int]
     held_out: list[int]
     note: str        # why it cannot be tested here, or what one must know
+    here: str = ""   # what is tested of the sentence, in our regime
+    lacks: str = ""  # the condition of the sentence that does not occur in these runs
+
+    def sentence(self) -> str:
+        """What the paper says, and what is tested of it."""
+        return self.says + (f" Here: {self.here}." if self.here else "")
 
 
 CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "tools/regimes.csv", index_col="regime").to_dict("index")
@@ -199,7 +207,7 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
     jobs = jobs_of(claim, seeds)
     if not jobs:
         return
-    print(f"\n{claim.id}, {claim.place}: {claim.says}\nCompared: {' less '.join(claim.arms)}; "
+    print(f"\n{claim.id}, {claim.place}: {claim.sentence()}\nCompared: {' less '.join(claim.arms)}; "
           f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most "
           f"{len(jobs) * REGIMES[claim.regime]['minutes']:.0f} core-minutes. {claim.note}", flush=True)
     compare.run_all(jobs, workers)
@@ -276,7 +284,7 @@ def votes(options) -> None:
             cells.append(f"{result['mean']:+.3f} ({interval}), {result['verdict']}" if result else "no votes")
             if toy and size == 16:
                 keep(claim, "reported", result)
-        print(f"| {claim.id} | {claim.says} | {' | '.join(cells)} |")
+        print(f"| {claim.id} | {claim.sentence()} | {' | '.join(cells)} |")
     out = IMAGES / "votes.png" if toy else Path("votes.png")
     draw_votes({size: sum(problems, []) for size, problems in found.items()}, out)
     print(f"Figure: {out}")
@@ -308,11 +316,13 @@ def page_rows() -> dict[str, dict]:
     results, rows = read_results(), {}
     adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
     for claim in CLAIMS:
-        parts, none = results.get(claim.id, {}), "not run yet" if claim.regime else "not testable here"
+        parts = results.get(claim.id, {})
+        verdict = parts.get("reported", dict(verdict="not run yet"))["verdict"]
+        if claim.lacks or not claim.regime:
+            verdict = "not testable here"
         minutes = len(jobs_of(claim, claim.seeds)) * REGIMES.get(claim.regime, dict(minutes=0))["minutes"]
         rows[claim.id] = dict(claim=claim, minutes=minutes, holm=adjusted.get(claim.id),
-                              result=parts.get("reported"), held_out=parts.get("held_out"),
-                              verdict=parts.get("reported", dict(verdict=none))["verdict"])
+                              result=parts.get("reported"), held_out=parts.get("held_out"), verdict=verdict)
     return rows
 
 
@@ -347,7 +357,7 @@ def main() -> None:
     try:
         for row in page_rows().values() if "list" in options.what else []:
             claim = row["claim"]
-            print(f"{claim.id:5} {row['minutes']:5.1f} core-minutes  {row['verdict']:17} {claim.says}")
+            print(f"{claim.id:5} {row['minutes']:5.1f} core-minutes  {row['verdict']:17} {claim.sentence()}")
         if "votes" in options.what or "VOTES" in [claim.regime for claim in chosen] and not options.held_out:
             votes(options)
         for claim in chosen:

@@ -43,6 +43,7 @@ class Problem:
     id: int = 0
     choices: int = 0
     """Multiple choice: so many options are in the question, and the answer is a letter. 0: not."""
+    before: list[tuple[str, str]] = field(default_factory=list)  # a chat's turns before it: (role, text)
     prompt_ids: list[int] = field(default_factory=list)
     also_right: list[str] = field(default_factory=list)  # other gold answers
     row: dict = field(default_factory=dict, repr=False)

@@ -70,6 +70,8 @@ class Args:
     """Length limit of a response."""
     prompt: str | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
+    template_vars: str = ""
+    """Variables of the model's chat template, as in training: enable_thinking=false, or a JSON object."""
     max_prompt_tokens: common.Count | None = None
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
@@ -102,7 +104,7 @@ class Args:
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
         shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
-                  "out question_field answer_field show_prompt").split()
+                  "out question_field answer_field show_prompt template_vars").split()
         options = {name: getattr(self, name) for name in shared}
         for name in "max_new_tokens max_prompt_tokens prompt sampler".split():
             options[name] = chosen.pop(name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
+import os
 import random
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +59,9 @@ BENCHMARKS = {
 }
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
-FILES = (".json", ".jsonl", ".parquet")
-QUESTION_FIELDS = "question problem Question Problem prompt query instruction".split()
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")  # name:config:split@revision
+QUESTION_FIELDS = "question problem Question Problem prompt query instruction messages".split()
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
                  "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution")
 
@@ -75,36 +80,55 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
         rows = [row for row in rows if row.get("subject") in STEM]
     if not rows:
         raise UserError(f"{source} holds no problems.")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    filled = {column for row in rows for column, value in row.items() if value not in (None, "")}
     benchmark = BENCHMARKS.get(name, Benchmark(name))
-    question = question_field or benchmark.question or next((c for c in QUESTION_FIELDS if c in rows[0]), "")
+    question = question_field or benchmark.question or next((c for c in QUESTION_FIELDS if c in filled), "")
     named = answer_field or benchmark.answer
     # rows need not have one that is only found
-    filled = {column for row in rows for column, value in row.items() if value not in (None, "")}
-    answer = named or next((column for column in ANSWER_FIELDS if column in filled), "")
+    answer = named or next((c for c in ANSWER_FIELDS if c in filled), "")
     if not question:
-        raise UserError(f"{source} has no question column (columns: {', '.join(rows[0])}); name it with "
+        raise UserError(f"{source} has no question column (columns: {', '.join(columns)}); name it with "
                         f"--question_field.")
-    needed = {question, named, *(GPQA if GPQA[1] in rows[0] else ())} - {""}
+    needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
     problems = {}
     for number, row in enumerate(rows, 1):
         where = f"{source}, row {number}"
         if missing := sorted(needed - row.keys()):
             raise UserError(f"{where} has no column '{missing[0]}' (columns: {', '.join(row)}).")
-        text, gold = row[question], row.get(answer)
-        if isinstance(text, list):  # a chat: its user turn
-            text = "".join(turn["content"] for turn in text if turn["role"] == "user")
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{where}: column '{question}' holds no text.")
-        text, gold, choices = _with_choices(text, row, gold, answer, where)
+        text, before = _turns(row[question], f"{where}: column '{question}'")
+        text, gold, choices = _with_choices(text, row, row.get(answer), answer, where)
         text, golds = text.strip(), normal_golds(gold, exact)
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
-        problems.setdefault(text, make(text, gold, len(problems), choices, also_right=also, row=row))
+        problem = make(text, gold, len(problems), choices, before=before, also_right=also, row=row)
+        problems.setdefault((text, *before), problem)
     if not quiet:
         known = sum(p.answer is not None for p in problems.values())
         column = f"answer column '{answer}'" if answer else "no answer column"
-        print(f"{name}: {len(problems)} problems from {source}, question column '{question}', {column} "
-              f"({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
+        chats = sum(bool(p.before) for p in problems.values())
+        turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
+        print(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, "
+              f"{column} ({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
     return list(problems.values())
+
+
+def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
+    """(the question, the turns before it) of text, or of a chat whose last turn is the question.
+
+    Raises UserError for anything else: an answer as last turn, an image, a chat that was written as text."""
+    turns = []
+    try:
+        for turn in value if isinstance(value, list) else [dict(role="user", content=value)]:
+            content = turn["content"]
+            content = content if isinstance(content, str) else "".join([part["text"] for part in content])
+            turns.append((turn["role"], content))
+        role, text = turns.pop()
+    except (TypeError, KeyError, IndexError):
+        role, text = "", ""
+    if role != "user" or not text.strip() or re.match(r"""\s*\[\s*\{\s*['"](role|content|from)""", text):
+        raise UserError(f"{where} holds no text, nor a list of turns, each with a role and a content of "
+                        "text, the last of them the user's.")
+    return text, turns
 
 
 def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[str, object, int]:
@@ -128,51 +152,64 @@ def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[
 
 
 def _read(name: str) -> tuple[list[dict], str]:
-    """The rows of a benchmark, Hub data set or local file, and where they came from."""
+    """The rows of a benchmark, Hub data set, local file or folder, and where they came from."""
     folder, _, part = name.partition("_")
-    path = TOY.parent / folder / f"{part or 'train'}.jsonl" if name in TOYS else Path(name).expanduser()
-    kind, source = path.suffix.lower(), str(path)
-    if kind in FILES and not path.is_file():
+    toy = TOY.parent / folder / f"{part or 'train'}.jsonl"
+    path = toy if name in TOYS else Path(os.path.expanduser(name))
+    kind, hub = path.suffix.lower(), HUB_ID.fullmatch(name)
+    if path.is_file() and kind in FILES[:4]:
+        return _read_text(path, kind), str(path)
+    local = name and name not in BENCHMARKS and (path.is_dir() or path.is_file() and kind in FILES)
+    if not path.exists() and (name[:1] in ("/", ".", "~") or kind in (*FILES, ".gz", ".zip", ".xlsx")):
         raise UserError(f"there is no file {path}.")
-    if kind in (".json", ".jsonl"):
-        return _read_json(path), source
-    on_hub = name in BENCHMARKS or "/" in name and name[0] not in "/.~" and not path.exists()
-    if not on_hub and kind not in FILES:
+    if not local and name not in BENCHMARKS and (path.exists() or not hub):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        f"owner/name, or a local {', '.join(FILES)} file.")
+                        f"owner/name, owner/name:config:split or owner/name@revision, a folder, or a local "
+                        f"{', '.join(FILES)} file.")
+    source, config, split, revision = hub.groups() if hub and not local else (str(path), None, None, None)
+    benchmark = BENCHMARKS.get(name, Benchmark(source, split or None, configs=(config or None,)))
+    source, rows = benchmark.hub_id, []
     try:
         import datasets  # not above: it takes half a second, and the toy does without
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
-        if kind == ".parquet":  # streaming: no copy of it in a cache
-            rows = datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
-            return list(rows), source
-        benchmark, rows = BENCHMARKS.get(name, Benchmark(name)), []
-        source = benchmark.hub_id
+        if local and path.is_file():  # streaming: no copy of it in a cache
+            data = datasets.load_dataset(kind[1:], data_files=source, split="train", streaming=True)
+            return list(data), source
+        if local and (path / "state.json").is_file():
+            return list(datasets.load_from_disk(source)), source
         for config in benchmark.configs:
-            data = datasets.load_dataset(source, config, split=benchmark.split)
-            if isinstance(data, dict):  # of a Hub id: the split test, train or whichever is first
+            data = datasets.load_dataset(source, config, split=benchmark.split, revision=revision)
+            if isinstance(data, dict):  # several splits: test, train or whichever is first
                 data = data[next((split for split in ("test", "train") if split in data), next(iter(data)))]
             rows += data
         return rows, source
     except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
-        raise UserError(f"{source} cannot be read (no network, gated, or no such name?): "
-                        f"{first_line(error.__cause__ or error)}") from None
+        error = error.__cause__ or error
+        doubt = "" if local or not isinstance(error, OSError) else " (no network, gated, or no such name?)"
+        raise UserError(f"{name} cannot be read{doubt}: {' '.join(str(error).split())}") from None
 
 
-def _read_json(path: Path) -> list[dict]:
-    """The objects of a .json list, or of the lines of a .jsonl file. (`datasets` reads the text "007" as the
-    number 7 and does not name the broken line.)"""
+def _read_text(path: Path, kind: str) -> list[dict]:
+    """The objects of a .json list or of .jsonl's lines; the rows of .csv and .tsv, all text.
+
+    `datasets` does not name the broken line; of a .csv file it reads 007 as 7, and N/A as nothing."""
     number, rows = 0, []
     try:
         text = path.read_text(encoding="utf-8-sig")  # -sig: some editors write a byte order mark
-        if path.suffix.lower() == ".json":
+        if kind == ".json":
             rows = json.loads(text)
-        else:
+        elif kind == ".jsonl":
             for number, line in enumerate(text.split("\n")):  # splitlines() also splits at U+2028
                 rows += [json.loads(line)] if line.strip() else []
-    except ValueError as error:
-        number, reason = number + getattr(error, "lineno", 1), getattr(error, "msg", error)
-        raise UserError(f"{path}, line {number} is not valid JSON: {reason}.") from None
+        else:
+            rows = csv.DictReader(StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
+            rows = list(rows)
+            if ragged := [n for n, row in enumerate(rows, 1) if None in row or None in row.values()]:
+                raise ValueError(f"row {ragged[0]} has more or fewer fields than the first line")
+    except (ValueError, csv.Error) as error:
+        where = "" if kind in (".csv", ".tsv") else f", line {number + getattr(error, 'lineno', 1)}"
+        reason = getattr(error, "msg", error)
+        raise UserError(f"{path}{where} is not valid {kind[1:].upper()}: {reason}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} must hold a list of objects, each with a question.")
     return rows
@@ -221,11 +258,16 @@ def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     return _encode(tokenizer, [("user", text) if read_template(style)[0][0] else ("", text + "\n\n")])
 
 
-def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
+def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0,
+                  before: list[tuple[str, str]] = ()) -> list[int]:
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
-    Raises UserError if the chat template fails."""
+    before: turns (role, text) instead of those that --prompt has before the question. Raises UserError if the
+    chat template fails, or if the prompt has a token that the model does not know."""
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
+    if before and not turns[-1][0]:
+        raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
+    turns = [*before, turns[-1]] if before else turns
     ids = _encode(tokenizer, turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
@@ -236,7 +278,7 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     Raises UserError if the chat template fails or leaves a turn out. If that turn is the instruction, since
     there is no system role (Gemma), it is put before the question, in the user turn."""
     if not turns[0][0]:
-        return tokenizer.encode(turns[0][1])
+        return _known(tokenizer, tokenizer.encode(turns[0][1]))
     try:
         chat = [dict(role=role, content=content) for role, content in turns]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -249,4 +291,13 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
-    return tokenizer.encode(text, add_special_tokens=False)  # a chat template brings its own special tokens
+    # a chat template brings its own special tokens
+    return _known(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+
+
+def _known(tokenizer, ids: list[int]) -> list[int]:
+    """These ids. Raises UserError for a token that the model of engine/tokenizer.py does not have."""
+    if unknown := [i for i in ids if i >= getattr(tokenizer, "known_to_model", math.inf)]:
+        raise UserError(f"a prompt has the token {tokenizer.decode(unknown[:1])!r} ({unknown[0]}), but the "
+                        f"model knows the tokens 0 to {tokenizer.known_to_model - 1}.")
+    return ids

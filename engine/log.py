@@ -258,8 +258,6 @@ class Log:
         if few and not self.warned:
             say(f"Warning: step {step}: {few}")
             self.warned = True
-        elif metrics.get("truncated", 0.0) > 0.5 and not few:
-            say(f"Warning: {metrics['truncated']:.0%} of the responses were cut off; raise --max_new_tokens.")
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
         """Write scores and verdicts of the policy that has made so many steps: a line of

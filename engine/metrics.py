@@ -22,16 +22,27 @@ def winner(classes: list[int | None]) -> int | None:
 
 
 def few_answers(responses: list) -> str:
-    """What to do if most of these responses have no answer; else empty."""
+    """What to do if most of these responses have no answer or were cut off; else empty."""
     responses = [response for response in responses if response.response_ids]  # overlong: no prompt
-    silent = [response.text for response in responses if response.answer is None]
-    if len(silent) <= len(responses) / 2:
+    silent = [response for response in responses if response.answer is None]
+    cut = [response for response in responses if not response.finished]
+    if max(len(silent), len(cut)) <= len(responses) / 2:
         return ""
-    share, cut = 1 - len(silent) / len(responses), mean(not response.finished for response in responses)
-    return (f"only {share:.0%} of the responses have an answer in \\boxed{{}}. "
-            "Either --prompt does not bring this model to give one (--show_prompt shows it; small models "
-            "need worked examples, as in examples/prompts/few_shot.txt), or --max_new_tokens is too "
-            f"small ({cut:.0%} were cut off). One without an answer ends: {silent[0][-200:]!r}")
+    prompt = ("--prompt does not bring this model to give one (--show_prompt shows it; small models need "
+              "worked examples, as in examples/prompts/few_shot.txt)")
+    if len(cut) <= len(responses) / 2:
+        examples, cause = silent, f"most have none, as {prompt}"
+    elif 2 * sum(response.answer is None for response in cut) > len(cut):
+        examples = [response for response in cut if response.answer is None]
+        cause = ("most are cut off before an answer: --max_new_tokens is too small (a template may have a "
+                 f"switch that turns thinking off, see --template_vars), or {prompt}")
+    else:
+        examples = [response for response in cut if response.answer is not None]
+        cause = ("most go on after an answer, so that another one may vote: what this model ends it with is "
+                 "none of the stop ids that were printed at the start, or --prompt does not bring it to end")
+    share, cut_share = 1 - len(silent) / len(responses), len(cut) / len(responses)
+    return (f"{share:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
+            f"and {cut_share:.0%} were cut off; {cause}. One ends: {examples[0].text[-200:]!r}")
 
 
 # ------------------------------------------------ evaluation ------------------------------------------------

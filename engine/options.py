@@ -34,6 +34,9 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # ----------------------------------------------- options that no paper sets --------------------------------
 @dataclasses.dataclass
 class Machine:
+    template_vars: str = ""
+    """Variables of the model's chat template: enable_thinking=false, or several between commas, or a JSON
+    object. Where a template writes today's date, it is 26 July 2024, so that prompts stay the same."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""

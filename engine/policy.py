@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks
 from engine.logprobs import PackedHead
 from engine.measure import trainer_way
+from engine.tokenizer import generation_config
 
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
 
@@ -229,8 +230,11 @@ class Policy:
         state |= {name: buffer.cpu() for name, buffer in self.model.named_buffers() if name in stored}
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        self.model.generation_config.do_sample = True  # else transformers refuses to save its temperature
         self.model.save_pretrained(partial, state_dict=state)
+        own = partial / "generation_config.json"
+        own.unlink(missing_ok=True)
+        if self.model.own_generation_config is not None:
+            own.write_bytes(self.model.own_generation_config)
         self.model.config.dtype = self.dtype  # transformers names that of the masters
         self.model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -269,7 +273,9 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True)  # refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
+            generation_config=GenerationConfig())  # transformers refuses to save what some models come with
+        model.own_generation_config = generation_config(path)
     except Exception as error:
         raise UserError(f"--model is '{path}', but its weights cannot be read: "
                         f"{type(error).__name__} {first_line(error)}") from None

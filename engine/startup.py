@@ -13,17 +13,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig
 
 from engine.base import UserError, first_line, rank_and_ranks, same_on_all_ranks, say, seed_of as digest
 from engine.builtin import model_folder
-from engine.data import encode_prompt, load_problems, read_template
+from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler
 from engine.log import Log
 from engine.measure import check_vllm
 from engine.options import flat, out_of_range
 from engine.plan import check_plan
 from engine.policy import Policy, load_model
+from engine.tokenizer import read_tokenizer
 from engine.vllm_sampler import VLLMSampler, has_vllm, uses_vllm
 
 
@@ -93,34 +94,12 @@ def read_config(path: str, args):
         context = rope.get("original_max_position_embeddings", context)
     if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
         raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
-                        f"{args.max_new_tokens} must fit the model's context of {context} tokens.")
+                        f"{args.max_new_tokens} must fit the model's context of {context} tokens; lower one "
+                        "of them (evaluate.py --preset toy has a trained toy's).")
     if args.machine.tensor_parallel > 1 and text.num_attention_heads % args.machine.tensor_parallel:
         raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention "
                         f"heads of {path}, {text.num_attention_heads}.")
     return config
-
-
-def read_tokenizer(path: str, config, args):
-    """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
-    except Exception as error:
-        raise UserError(f"--model is '{path}', but its tokenizer cannot be read: "
-                        f"{first_line(error)}") from None
-    if read_template(args.prompt)[0][0] and not tokenizer.chat_template:
-        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
-                        "give --prompt plain.")
-    try:
-        stop = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # it has none
-        stop = None
-    stop = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
-    vocabulary = config.get_text_config().vocab_size
-    ids = sorted({i for i in stop if i is not None})
-    if not ids or not 0 <= ids[0] <= ids[-1] < vocabulary or len(tokenizer) > vocabulary:
-        raise UserError(f"--model is '{path}', whose tokenizer has {len(tokenizer)} tokens and ends a "
-                        f"response with {ids}, but the model knows the tokens 0 to {vocabulary - 1}.")
-    return tokenizer, ids
 
 
 def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = False) -> list:
@@ -131,10 +110,10 @@ def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = Fal
     try:
         quiet = rank_and_ranks()[0] != 0
         problems = load_problems(make, name, *fields, quiet=quiet, exact=exact)
+        for p in problems:
+            p.prompt_ids = encode_prompt(tokenizer, p.question, args.prompt, args.max_prompt_tokens, p.before)
     except UserError as error:
         raise UserError(f"{flag}: {error}") from None
-    for p in problems:
-        p.prompt_ids = encode_prompt(tokenizer, p.question, args.prompt, args.max_prompt_tokens)
     kept = [p for p in problems if p.prompt_ids]
     if not kept:
         raise UserError(f"{flag}: all {len(problems)} problems of {name} have more than --max_prompt_tokens "

@@ -56,14 +56,23 @@ def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
 
 
 BAD_FILES = {
-    "broken line": ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n', "line 3 is not valid JSON: Expecting"),
-    "not UTF-8": ("a.jsonl", "\udce9", "line 1 is not valid JSON: 'utf-8' codec"),
+    "broken line": ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n', "line 3 is not valid JSONL: Exp"),
+    "not UTF-8": ("a.jsonl", "\udce9", "line 1 is not valid JSONL: 'utf-8' codec"),
     "empty": ("a.jsonl", "", "a.jsonl holds no problems"),
     "an object": ("a.json", '{"problem": "p"}', "must hold a list of objects"),
-    "csv": ("a.csv", "problem,answer\np,1\n", "or a local .json, .jsonl, .parquet file"),
+    "a comma too many": ("a.csv", "problem,answer\np,1\nq, 2,3\n", "not valid CSV: row 2 has more or fewer"),
+    "a field too few": ("a.tsv", "problem\tanswer\np\n", "a.tsv is not valid TSV: row 1 has more or"),
+    "an open quote": ("a.csv", 'problem,answer\n"p,1\n', "is not valid CSV: unexpected end of data"),
+    "not UTF-8, csv": ("a.csv", "problem\n\udce9", "is not valid CSV: 'utf-8' codec"),
+    "semicolons": ("a.csv", "problem;answer\np;1\n", "no question column (columns: problem;answer); name"),
+    "another kind": ("a.xlsx", "x", "or a local .json, .jsonl, .csv, .tsv, .parquet, .arrow file"),
+    "no kind": ("a", "x", "or a local .json, .jsonl, .csv, .tsv, .parquet, .arrow file"),
+    "a pointer of git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\nsize 1\n",
+                             "a.parquet cannot be read: Parquet magic bytes not found"),
     "no question": ("a.jsonl", '{"text": "p", "x": 1}', "no question column (columns: text, x); name"),
     "question missing": ("a.jsonl", '{"problem": "p"}\n{"x": 1}', "row 2 has no column 'problem' (col"),
     "question is blank": ("a.jsonl", '{"problem": "p"}\n{"problem": " "}', "row 2: column 'problem' holds"),
+    "question is null": ("a.jsonl", '{"problem": "p"}\n{"problem": null}', "row 2: column 'problem' holds "),
     "GPQA, two choices": ("a.jsonl", '{"Question": "p", "Correct Answer": "y", "Incorrect Answer 1": "x"}',
                           "row 1 has no column 'Incorrect Answer 2'"),
     "no right choice": ("a.jsonl", '{"question": "p", "choices": ["x", "y"], "answer": "C"}',
@@ -81,6 +90,52 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
         load_problems(Problem, str(tmp_path / name))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", "no.csv no.tsv no.parquet no.jsonl.gz d/no.arrow no.xlsx ./no /no/such "
+                         "~/no/such ~nobody/no ../no/such".split())
+def test_a_missing_file_is_not_looked_for_on_the_hub(name, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="^there is no file .*no"):
+        load_problems(Problem, name)
+    assert not hub.calls
+
+
+TABLE = 'problem,answer\n"p, ""q""\nr\u2028s",007\nNA,N/A\n'
+
+
+TABS = TABLE.replace("m,a", "m\ta").replace('",', '"\t').replace("A,N", "A\tN")
+
+
+@pytest.mark.parametrize("kind, text", [
+    (".csv", TABLE), (".csv", "\ufeff" + TABLE.replace("\n", "\r\n")), (".tsv", TABS)])
+def test_fields_of_a_table_are_text(kind, text, tmp_path):
+    (tmp_path / f"a{kind}").write_bytes(text.encode())
+    read = questions_and_answers(tmp_path / f"a{kind}", exact=True)
+    assert [(question.replace("\r", ""), answer) for question, answer in read] == [
+        ('p, "q"\nr\u2028s', "007"), ("NA", "N/A")]
+
+
+def test_folders_are_read_by_datasets(tmp_path):
+    train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS[:1], ROWS[1:]))
+    test.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "several")
+    for number, split in enumerate([train, test]):
+        split.to_parquet(tmp_path / f"parts/{number}.parquet")
+        split.to_csv(tmp_path / f"tables/{number}.csv")
+    train.to_parquet(tmp_path / "splits/train-00000-of-00001.parquet")
+    test.to_parquet(tmp_path / "splits/test-00000-of-00001.parquet")
+    expected = [(row["problem"], str(row["answer"])) for row in ROWS]
+    for folder in ("saved", "several", "splits"):  # the test split, if there are several
+        assert questions_and_answers(tmp_path / folder) == expected[1:]
+    for folder in ("parts", "tables"):
+        assert questions_and_answers(tmp_path / folder) == expected
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match=f"^{tmp_path}/nothing cannot be read: The directory at"):
+        load_problems(Problem, str(tmp_path / "nothing"))
+    datasets.Dataset.from_dict({"problem": []}).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(UserError, match="none.parquet holds no problems"):
+        load_problems(Problem, str(tmp_path / "none.parquet"))
 
 
 # ------------------------------------------------ columns ------------------------------------------------
@@ -111,6 +166,76 @@ def test_named_columns_are_not_read(tmp_path):
         load_problems(Problem, file, "x", "z")
 
 
+@pytest.mark.parametrize("rows, expected", [
+    ([{"problem": None, "question": "p", "x": 1}, {"problem": None, "question": "q", "answer": 2}],
+     [("p", None), ("q", "2")]),  # the first row has no answer, and a column is empty in all of them
+    ([{"question": "p", "answer": None, "solution": "\\boxed{3}"}], [("p", "3")]),
+    ([{"question": "p", "answer": "", "solution": "\\boxed{3}"}], [("p", "3")])])
+def test_columns_are_found_in_all_rows(rows, expected, tmp_path):
+    assert questions_and_answers(write(tmp_path / "a.jsonl", rows)) == expected
+
+
+# ------------------------------------------------- chats -------------------------------------------------
+USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
+EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]
+CHATS = {  # name: (the column, the turns before its question "q")
+    "one turn": ([USER], []),
+    "a system turn": ([SYSTEM_TURN, USER], [("system", "Box it.")]),
+    "several turns": ([*EARLIER, USER], [("user", "1+1?"), ("assistant", "\\boxed{2}")]),
+    "parts": ([dict(role="user", content=[dict(type="text", text="q"), dict(type="text", text="")])], []),
+    "parts of a parquet file": ([dict(role="user", content=[dict(type="text", text="q", image=None)])], []),
+    "an answer last": ([USER, EARLIER[1]], None),
+    "no turn of the user": ([SYSTEM_TURN], None),
+    "no turn": ([], None),
+    "an image": ([dict(role="user", content=[dict(type="image", text=None), dict(text="q")])], None),
+    "an image by another key": ([dict(role="user", content=[dict(image_url="x")])], None),
+    "a part alone": ([dict(role="user", content=dict(text="q"))], None),
+    "no content": ([dict(role="user", content=None)], None),
+    "a number": ([dict(role="user", content=7)], None),
+    "text in a list": (["q"], None),
+    "other keys": ([{"from": "human", "value": "q"}], None),
+    "columns of turns": ({"role": ["user"], "content": ["q"]}, None),
+    "a chat as text": (json.dumps([SYSTEM_TURN, USER]), None),
+    "a chat as Python's text": (str([SYSTEM_TURN, USER]), None),
+    "ShareGPT's as text": ('[ {"from": "human", "value": "q"}]', None),
+    "text like a list": ("[1, 2] q", ())}
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_chat_is_taken_as_it_is_or_refused_with_its_row(name, column, tmp_path):
+    chat, before = CHATS[name]
+    file = write(tmp_path / "a.jsonl", [{column: "p", "answer": 1}, {column: chat, "answer": 2}])
+    if before is None:
+        with pytest.raises(UserError, match=f"a.jsonl, row 2: column '{column}' holds no text, nor a l"):
+            load_problems(Problem, file)
+        return
+    first, second = load_problems(Problem, file)
+    assert (second.question, second.answer) == ("[1, 2] q" if before == () else "q", "2")
+    assert second.before == list(before) and first.before == []
+
+
+def test_turns_of_the_data_replace_those_of_the_prompt(tokenizer, tmp_path, capsys):
+    chats = [[USER], [*EARLIER, USER], [SYSTEM_TURN, *EARLIER, USER], [SYSTEM_TURN, *EARLIER, USER]]
+    file = write(tmp_path / "a.parquet", [{"messages": chat, "answer": 1} for chat in chats])
+    problems = load_problems(Problem, file)
+    printed = capsys.readouterr().out
+    assert "3 problems" in printed
+    assert "column 'messages', 2 with earlier turns, which replace those of --prompt, answer col" in printed
+    for style, suffix in (("system", ""), ("suffix", SUFFIX)):
+        for problem, chat in zip(problems, [[dict(role="system", content=SYSTEM), USER], *chats[1:]]):
+            if style == "suffix" and problem is problems[0]:
+                chat = [USER]
+            chat = [*chat[:-1], dict(role="user", content="q" + suffix)]
+            expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            assert encode_prompt(tokenizer, problem.question, style, 0, problem.before) == expected
+    assert encode_prompt(tokenizer, "q", "plain", 0, problems[0].before)
+    with pytest.raises(UserError, match="^--prompt is 'plain', plain text, but the data has turns before th"):
+        encode_prompt(tokenizer, "q", "plain", 0, problems[1].before)
+    braces = encode_prompt(tokenizer, "q", "system", 0, [("system", "Say {question}.")])
+    assert "Say {question}." in tokenizer.decode(braces)  # the data's text is no template
+
+
 def test_choices_of_gpqa_have_another_order(tmp_path):
     """Then so do those of every multiple-choice benchmark."""
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
@@ -137,8 +262,8 @@ def hub(monkeypatch):
     """A stand-in for the Hub: hub.rows answers every call, hub.calls has what was asked for."""
     hub = SimpleNamespace(rows=[], calls=[])
 
-    def load_dataset(name, config=None, split=None):
-        hub.calls.append((name, config, split))
+    def load_dataset(name, config=None, split=None, revision=None):
+        hub.calls.append((name, config, split, revision)[:4 if revision else 3])
         return hub.rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -178,9 +303,48 @@ def test_the_test_split_of_another_set_of_the_hub_is_not_read(hub):
     assert questions_and_answers("owner/name") == [("q", "2")]
 
 
-def test_a_set_that_is_not_on_the_hub_is_no_sentence():
-    with pytest.raises(UserError, match="^owner/name cannot be read .no network, gated, or no such name.*$"):
+@pytest.mark.parametrize("name, call", [
+    ("owner/name", ("owner/name", None, None)), ("owner/name:main", ("owner/name", "main", None)),
+    ("o/name:main:train[:9]", ("o/name", "main", "train[:9]")), ("o/name::dev", ("o/name", None, "dev")),
+    ("o/n@v1.0", ("o/n", None, None, "v1.0")), ("owner/name:a:b@c/d", ("owner/name", "a", "b", "c/d"))])
+def test_config_split_and_revision_of_a_hub_id(name, call, hub):
+    hub.rows = rows_of("math500", 2)
+    assert len(load_problems(Problem, name, quiet=True)) == 2 and hub.calls == [call]
+
+
+def test_a_benchmark_wins_over_a_folder_of_its_name(hub, tmp_path, monkeypatch):
+    (tmp_path / "aime24").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub.rows = rows_of("aime24", 2)
+    assert len(load_problems(Problem, "aime24", quiet=True)) == 2 and hub.calls
+
+
+def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
+    """There is no Hub here: what `datasets` says of configs and splits comes from a folder with two."""
+    with pytest.raises(UserError, match="^owner/name cannot be read .no network, gated, or no such"):
         load_problems(Problem, "owner/name")
+    for config in ("main", "other"):
+        datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / f"{config}/a.parquet")
+    configs = [f"- config_name: {name}\n  data_files: {name}/*.parquet\n" for name in ("main", "other")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *config, **options: load(
+        str(tmp_path), *config, **options))
+    for name, words in {"o/n": "Config name is missing. Please pick one among the available configs: .'main",
+                        "o/n:no": "BuilderConfig 'no' not found. Available: .'main', 'other'.",
+                        "o/n:main:dev": "Unknown split \"dev\". Should be one of .'train'."}.items():
+        with pytest.raises(UserError, match=f"^{name} cannot be read: {words}") as error:
+            load_problems(Problem, name)
+        assert "\n" not in str(error.value) and "network" not in str(error.value)
+    assert len(load_problems(Problem, "o/n:main", quiet=True)) == 4
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "a:b", "owner/name/more:x:y:z", "@v1", "/:x"])
+def test_what_is_no_name_is_one_sentence(name, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="^(unknown data set '.*': known are math500|there is no file)"):
+        load_problems(Problem, name)
+    assert not hub.calls
 
 
 # ------------------------------------------------ prompts ------------------------------------------------

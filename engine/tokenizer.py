@@ -1,0 +1,92 @@
+"""The tokenizer: its chat template with variables of one's own, and the tokens that end a response."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import yaml
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+
+from engine.base import UserError, first_line, rank_and_ranks
+from engine.data import read_template
+
+# What templates that write today's date get instead: else a run's prompts would change overnight.
+DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
+
+
+def read_tokenizer(path: str, config, args):
+    """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
+    wrong = f"--model is '{path}', "
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
+        own = json.loads(generation_config(path) or "{}").get("eos_token_id")
+    except Exception as error:
+        raise UserError(f"{wrong}but its tokenizer or generation_config.json cannot be read: "
+                        f"{first_line(error)}") from None
+    chat = read_template(args.prompt)[0][0]
+    if chat and not tokenizer.chat_template:
+        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
+                        "give --prompt plain.")
+    template = str(tokenizer.chat_template) if chat else ""
+    variables = read_variables(args.machine.template_vars)
+    if unknown := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise UserError(f"--template_vars sets '{unknown[0]}', but no chat template that is used here has a "
+                        "variable of that name.")
+    if "strftime_now" in template:
+        variables = dict(strftime_now=DATE.strftime) | variables
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+
+    known = tokenizer.known_to_model = config.get_text_config().vocab_size  # Gemma 3 1B: one less than it has
+    stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
+    if not stop or not all(type(i) is int and 0 <= i < known for i in stop):
+        raise UserError(f"{wrong}whose eos_token_id (generation_config.json, tokenizer) are {stop}, but the "
+                        f"model knows the tokens 0 to {known - 1}.")
+    ends = [i for i in end_of_turn(tokenizer) if i < known] if chat else []
+    if ends and not set(ends) & set(stop):
+        stop.append(ends[0])
+        if rank_and_ranks()[0] == 0:
+            print(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so "
+                  "this token ends a response, too.", flush=True)
+    return tokenizer, sorted(set(stop))
+
+
+def read_variables(text: str) -> dict:
+    """--template_vars as a dict: NAME=VALUE pairs between commas, or a JSON object. Raises UserError."""
+    try:
+        pairs = text if text.strip().startswith("{") else "{" + re.sub(r"(\w+) *=", r"\1: ", text) + "}"
+        variables = yaml.safe_load(pairs)  # of which JSON is a part
+        if None in variables.values() or not all(isinstance(name, str) for name in variables):
+            raise ValueError("a variable has no value, or no name")
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--template_vars is '{text}', but must be NAME=VALUE,NAME=VALUE or a JSON object "
+                        f"({first_line(error)}).") from None
+    return variables
+
+
+def generation_config(path: str) -> bytes | None:
+    """A model's generation_config.json; None if it has none."""
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
+    return Path(file).read_bytes() if file else None
+
+
+def end_of_turn(tokenizer) -> list[int]:
+    """The tokens, but for those of ordinary text, that the chat template writes behind an assistant's turn.
+
+    Some end the last turn with another token than those before (GPT-OSS), some with the next turn (GLM)."""
+    chat = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    for turns in (chat, [*chat, chat[0]]):
+        try:
+            _, said, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("forty-two")
+        except Exception:  # it takes no such turns; what it raises is its own
+            continue
+        ids = tokenizer.encode(after, add_special_tokens=False) if said else []
+        if ends := [i for i in ids if i in special]:
+            return ends
+    return []

@@ -1,0 +1,185 @@
+"""Models as people bring them: chat templates, stop tokens, big vocabularies, odd generation_config.json."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import make_policy, run_toy, tiny_model, untimed
+from transformers import AutoTokenizer
+
+import ttrl
+from engine.builtin import TOY_MODEL
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+END = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = TURN + "<|im_end|>\n" + END
+DATED = "Today is {{ date_string or strftime_now('%d %b %Y') }}.\n" + CHATML
+NO_THOUGHT = "{% if enable_thinking is false %}<think></think>{% endif %}"
+THINKING = CHATML.replace("{% endif %}", NO_THOUGHT + "{% endif %}")
+
+
+@pytest.fixture
+def bring(tmp_path):
+    """bring(template, tokens, **config) -> a folder with the toy's weights, another template and more special
+    tokens; it ends with <|endoftext|>, which the toy never writes, and has no generation_config.json."""
+    def brought(template=CHATML, tokens=(), **config):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(Path(TOY_MODEL) / "model.safetensors", folder)
+        own = json.loads((Path(TOY_MODEL) / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(own | config))
+        tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
+        special = dict(eos_token="<|endoftext|>", additional_special_tokens=list(tokens))
+        tokenizer.add_special_tokens(special)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return brought
+
+
+@pytest.fixture
+def show(launch):
+    """show(folder, **flags) -> what --show_prompt prints, or the error."""
+    def shown(folder, **flags):
+        flags = dict(dataset="toy", eval="", max_prompt_tokens=128, max_new_tokens=64) | flags
+        code, out, error = launch(model=folder, show_prompt=True, **flags)
+        assert (code, error.count("\n")) == ((2, 1) if error else (0, 0))
+        return error or out
+
+    return shown
+
+
+# ------------------------------------------------- where a response ends ---------------------------------
+def test_a_response_ends_where_the_chat_template_ends_a_turn(bring, tmp_path, capsys):
+    """The toy with another end of sequence, which it never writes, trains as it does with its own."""
+    ours = run_toy(ttrl, tmp_path / "ours", steps=1)
+    capsys.readouterr()
+    folder = bring(AutoTokenizer.from_pretrained(TOY_MODEL).chat_template)
+    theirs = run_toy(ttrl, tmp_path / "theirs", steps=1, model=folder)
+    assert "its chat template ends a turn with <|im_end|> (2), so this token ends" in capsys.readouterr().out
+    assert untimed(ours) == untimed(theirs) and ours[-1]["truncated"] < 0.2
+
+
+BEHIND = {  # what stands behind an assistant's turn -> the token that ends a response beside <|endoftext|>
+    "another token": ("<|im_end|>\n", "<|im_end|>"),
+    "its own": ("<|endoftext|>", None),
+    "another one, then its own": ("<a><|endoftext|>", None),
+    "only text, so the next turn's beginning": ("\n\n", "<|im_start|>"),
+    "text, then a token": ("\n\n### <|im_end|>", "<|im_end|>"),
+    "of the last turn another one": ("{% if loop.last %}<a>{% else %}<|im_end|>{% endif %}", "<a>"),
+    "spaces that are a token": ("    <|im_end|>", "<|im_end|>"),
+    "a token that the model does not have": ("<b>", None),
+    "no turn of an assistant is taken": ("{{ raise_exception(1) if m.role == 'assistant' }}<|im_end|>", None),
+    "the turn is rewritten": ("{{ m.content.nothing.x if m.role == 'assistant' }}<|im_end|>", None)}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_the_token_behind_a_turn_ends_a_response(name, bring, show):
+    behind, end = BEHIND[name]
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=622)  # <b> is the 623rd
+    said = re.findall(r"ends a turn with (\S+) \(\d+\), so this token ends a response, too", show(folder))
+    assert said == ([end] if end else [])
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=623)
+    assert "ends a turn" not in show(folder, prompt="plain")  # has no turns
+
+
+GENERATION = {  # generation_config.json -> the sentence that refuses it, or nothing
+    "several": ('{"eos_token_id": [1, 2]}', ""),
+    "no file": (None, ""),
+    "no end": ('{"temperature": 0.6}', ""),
+    "what transformers refuses": ('{"num_return_sequences": 4, "pad_token_id": -1, "temperature": -1}', ""),
+    "text": ('{"eos_token_id": "2"}', "are ['2', 0], but the model knows the tokens 0 to 619."),
+    "too large": ('{"eos_token_id": [2, 620]}', "are [2, 620, 0], but the model knows the tokens 0 to 619."),
+    "broken": ('{"eos_token_id": ', "its tokenizer or generation_config.json cannot be read: Expecting v"),
+    "a list": ("[]", "its tokenizer or generation_config.json cannot be read: "),
+    "not UTF-8": ("\udce9", "its tokenizer or generation_config.json cannot be read: 'utf-8' codec")}
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_a_generation_config_is_read_or_refused_before_the_run(name, bring, show):
+    text, words = GENERATION[name]
+    folder = bring()
+    if text is not None:
+        (Path(folder) / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    said = show(folder)
+    assert words in said and said.startswith("Error: --model is ") == bool(words)
+
+
+# ------------------------------------------------------ saving -------------------------------------------
+SAVED = [None, '{"num_return_sequences": 4}', '{"pad_token_id": -1}',
+         '{"temperature": 0.6, "do_sample": false, "top_p": 0.9, "top_k": 20}',
+         '{"num_beams": 4, "cache_implementation": "hybrid"}', '{"watermarking_config": {"x": 1}}',
+         '{"do_sample": true, "temperature": 0.0, "top_p": 7}', '{"max_new_tokens": -1}',
+         '{"eos_token_id": [2, 0],\r\n\t"of_its_own": "\u00e9"}', "null", "{"]
+
+
+@pytest.mark.parametrize("text", SAVED)
+def test_the_saved_generation_config_is_the_one_that_came(text, tmp_path):
+    source, final = tmp_path / "source", tmp_path / "final"
+    tiny_model("Llama", source)
+    file = source / "generation_config.json"
+    file.unlink()
+    if text is not None:
+        file.write_bytes(text.encode())
+    policy = make_policy(source)
+    shutil.rmtree(source)  # may be gone when the run ends
+    policy.save(final, AutoTokenizer.from_pretrained(TOY_MODEL))
+    assert (final / "model.safetensors").exists()
+    saved = final / "generation_config.json"
+    assert (saved.read_bytes() if saved.exists() else None) == (text.encode() if text is not None else None)
+
+
+# ------------------------------------------- vocabulary, date, variables ---------------------------------
+def test_a_token_that_the_model_does_not_have_is_refused_where_it_occurs(bring, show, tmp_path):
+    folder = bring(tokens=["<image>"])  # the 621st; Gemma 3's tokenizer has one more than its smallest model
+    assert "first problem" in show(folder)
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"problem": "1+1?", "answer": 2}\n{"problem": "What is <image>?", "answer": 1}')
+    for prompt in ("system", "plain"):
+        said = show(folder, dataset=str(file), prompts_per_batch=1, prompt=prompt)
+        assert said.startswith("Error: --dataset: a prompt has the token '<image>' (620), but the model kno")
+    said = show(folder, eval=str(file))
+    assert said.startswith("Error: --eval: a prompt has the token '<image>' (620)")
+    with_rows = bring(tokens=["<image>"], vocab_size=640)  # padded, as many are
+    assert "first problem" in show(with_rows, dataset=str(file), prompts_per_batch=1)
+
+
+def test_a_template_with_todays_date_gives_the_same_prompts_every_day(bring, show):
+    folder = bring(DATED)
+    assert "Today is 26 Jul 2024.\n" in show(folder)
+    assert "Today is 1 May 2025.\n" in show(folder, template_vars="date_string=1 May 2025")
+    assert "Today is" not in show(folder, prompt="plain")
+
+
+@pytest.mark.parametrize("given", ["enable_thinking=false", "enable_thinking=False", "enable_thinking = no",
+                                   '{"enable_thinking": false}', " {enable_thinking: false} "])
+def test_a_variable_reaches_the_chat_template(given, bring, show, launch):
+    folder = bring(THINKING)
+    assert "assistant\n<think></think>" in show(folder, template_vars=given)
+    assert "<think>" not in show(folder)
+    assert "<think>" not in show(folder, template_vars="enable_thinking=true")
+    options = dict(model=folder, template_vars=given, max_prompt_tokens=256, max_new_tokens=64)
+    for script, more in (("evaluate", dict(benchmarks="toy")), ("dynamic_rl", dict(eval=""))):  # z_0
+        code, out, error = launch(script, show_prompt=True, **options, **more)
+        assert code == 0 and "assistant\n<think></think>" in out, error
+
+
+BAD = {"enable_thinkng=false": "sets 'enable_thinkng', but no chat template that is used here has a vari",
+       "enable_thinking": "NAME=VALUE,NAME=VALUE or a JSON object (a variable has no value, or no name)",
+       "enable_thinking=": "(a variable has no value, or no name)", "[1]": "but must be NAME=VALUE",
+       "=false": "but must be NAME=VALUE", "1=false": "but must be NAME=VALUE", "a=b=c": "but must be NAME",
+       '{"enable_thinking": ': "but must be NAME=VALUE", '{"enable_thinking": null}': "(a variable has no v"}
+
+
+@pytest.mark.parametrize("given, words", BAD.items())
+def test_a_bad_variable_is_one_sentence(given, words, bring, show):
+    said = show(bring(THINKING), template_vars=given)
+    assert said.startswith("Error: --template_vars ") and words in said
+
+
+def test_a_variable_without_a_template_is_one_sentence(bring, show):
+    said = show(bring(THINKING), template_vars="enable_thinking=false", prompt="plain")
+    assert said.startswith("Error: --template_vars sets 'enable_thinking', but no chat template that is use")

@@ -41,8 +41,7 @@ class Problem:
     answer: str | None = None
     """Gold answer. For evaluation and for logging label accuracy, never for a label-free reward."""
     id: int = 0
-    choices: int = 0
-    """Multiple choice: so many options are in the question, and the answer is a letter. 0: not."""
+    choices: int = 0  # multiple choice: so many options are in the question, and the answer is a letter
     before: list[tuple[str, str]] = field(default_factory=list)  # a chat's turns before it: (role, text)
     prompt_ids: list[int] = field(default_factory=list)
     also_right: list[str] = field(default_factory=list)  # other gold answers

@@ -68,13 +68,14 @@ class ChunkedHead(PlainHead):
                 statistics=()):
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.flatten(0, 1)[predict_from]  # [T, d]
-        weight = self.model.get_output_embeddings().weight
+        last = self.model.get_output_embeddings()
 
         def of_chunk(hidden, targets):
             # one tensor: a chunk made again for a loss of one of the values alone would not be freed
-            return torch.stack(self.values(F.linear(hidden, weight), targets, temperature, statistics))
+            logits = F.linear(hidden, last.weight, last.bias)
+            return torch.stack(self.values(logits, targets, temperature, statistics))
 
-        size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(weight))
+        size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept
             return of_chunk(hidden, targets).unbind()
         chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)

@@ -81,10 +81,13 @@ def own_values(model, responses: list) -> torch.Tensor:
     model.set_attn_implementation("eager")
     head = PlainHead(model)
     try:
-        return torch.cat([values(head, [r]) for r in responses], 1)
+        own = torch.cat([values(head, [r]) for r in responses], 1)
     except Exception as error:
         raise UserError(f"--model: {model.config.model_type} computes no log-probs of a text: "
                         f"{type(error).__name__} {first_line(error)}") from None
+    if not own.isfinite().all():
+        raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
+    return own
 
 
 def trainer_way(model, plain: bool, packed: bool) -> tuple[type, str]:

@@ -73,7 +73,9 @@ def test_ranks_wait_for_each_other(ranks):
         responses = [min(3072, int(generator.lognormvariate(6.5, 0.5))) for _ in range(32)]
         groups = [i % 8 for i in range(32)]
         plan = plan_micro_batches([180] * 32, responses, groups, ranks, 16384, 1 / 8)
-        sizes = [[size_of(micro, [180] * 32, responses, groups, 1 / 8) for micro in row] for row in plan]
+        sizes = []
+        for row in plan:
+            sizes.append([size_of(micro, [180] * 32, responses, groups, 1 / 8) for micro in row])
         assert sum(map(sum, sizes)) > 5 / 6 * ranks * sum(max(round) for round in zip(*sizes))
 
 

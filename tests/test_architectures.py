@@ -1,0 +1,234 @@
+"""Model types whose attention, logits or caches are not Llama's: their own log-probs, or one sentence."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, make_policy, tiny_model
+
+import ttrl
+from engine import hf_sampler, logprobs, measure
+from engine.base import Request, Sample, UserError
+from engine.hf_sampler import HFSampler
+from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.options import with_values
+from engine.plan import check_plan
+from engine.policy import load_model
+from engine.startup import read_config
+from tools import architectures
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """folder_of(type): a tiny random model of this type."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            architectures.make_model(kind, made[kind])
+        return made[kind]
+
+    return make
+
+
+# ------------------------------------------------- the trainer --------------------------------------------
+@pytest.mark.parametrize("kind, head, attention", [
+    ("qwen3", PackedHead, "packed"), ("olmo2", ChunkedHead, "sdpa"),
+    ("gemma2", PlainHead, "eager"), ("vaultgemma", PlainHead, "eager"),      # sdpa leaves their soft cap out
+    ("gpt_oss", ChunkedHead, "eager"), ("granite_swa", ChunkedHead, "eager"),    # sdpa has no sinks
+    ("recurrent_gemma", PlainHead, "sdpa"), ("inkling_text", PlainHead, "sdpa"),  # other names, other logits
+    ("llama4_text", PlainHead, "sdpa"),                                      # its base_model is itself
+    ("mamba", ChunkedHead, "eager"), ("qwen3_5_text", ChunkedHead, "sdpa")])
+def test_a_type_is_trained_in_the_fastest_way_that_is_its_own(folder_of, kind, head, attention, capsys):
+    policy = make_policy(folder_of(kind))
+    assert policy.way == (head, attention)
+    said = f"{kind}: the trainer uses" in capsys.readouterr().out
+    assert said == (policy.way not in [(PackedHead, "packed"), (ChunkedHead, "sdpa")])
+    assert float(architectures.from_eager(folder_of(kind))) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_measured_as_float32(folder_of, tmp_path, dtype):
+    """Else rounding would hide what an attention leaves out, or make all ways wrong."""
+    for kind, head in (("qwen2", PackedHead), ("olmo2", ChunkedHead), ("gemma2", PlainHead)):
+        load_model(str(folder_of(kind))).to(dtype).save_pretrained(tmp_path / kind)
+        model = load_model(str(tmp_path / kind))
+        assert model.dtype == dtype and measure.trainer_way(model, False, kind == "qwen2")[0] is head
+        own = measure.own_values(model, measure.sequences(model))
+        assert own.dtype == torch.float32
+        assert torch.allclose(own, measure.own_values(model.float(), measure.sequences(model)), atol=1e-5)
+
+
+def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
+    def wrong(module, query, key, value, attention_mask, **options):
+        out, weights = right(module, query, key, value, attention_mask, **options)
+        return out * 1.01, weights
+
+    right = logprobs.packed_attention
+    monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "packed", wrong)
+    assert make_policy(folder_of("qwen2")).way == (ChunkedHead, "sdpa")
+    assert "log-probs with packed rows and packed attention: 0.0" in capsys.readouterr().out
+    monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "sdpa", wrong)
+    assert make_policy(folder_of("qwen2")).way == (ChunkedHead, "eager")
+
+
+def test_a_type_that_no_way_computes_is_one_sentence(folder_of, monkeypatch):
+    monkeypatch.setattr(PlainHead, "rows", staticmethod(ChunkedHead.rows))
+    monkeypatch.setattr(measure, "AGREES", -1)
+    with pytest.raises(UserError, match="--model is of the type olmo2, whose own log-probs the trainer does no"):
+        make_policy(folder_of("olmo2"))
+
+
+# ------------------------------------------------- the sampler --------------------------------------------
+RECURRENT = ["qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "jamba", "falcon_h1",
+             "granitemoehybrid", "olmo_hybrid"]
+
+
+@pytest.mark.parametrize("kind", [*RECURRENT, "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3"])
+def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
+    """Prompts of uneven length, several responses to each, and limits at which rows are dropped."""
+    hf, vocabulary = HFSampler(str(folder_of(kind)), [2], CPU, torch.float32), range(30, 600, 7)
+    prompts = [list(vocabulary)[:12], [31, 33], list(vocabulary)[20:27], [40] * 5]
+    requests = [Request(prompt, 3, i, 4 + 5 * i) for i, prompt in enumerate(prompts)]
+    responses, found = measure.sampled(hf, requests)
+    own = measure.own_values(load_model(str(folder_of(kind))).eval(), responses)[0]
+    assert (found - own).abs().max() < 1e-3
+    alone = [hf.generate([request], 1.0)[0] for request in requests]
+    assert [r.response_ids for r in responses] == [r.response_ids for group in alone for r in group]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "minimax", "xlstm"])
+def test_a_type_that_the_hf_sampler_cannot_sample_from_is_one_sentence(folder_of, kind):
+    with pytest.raises(UserError, match=f"{kind}, whose own log-probs --sampler hf does not compute; give -"):
+        HFSampler(str(folder_of(kind)), [2], CPU, torch.float32)
+
+
+def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, monkeypatch, capsys):
+    """Here a model whose embedding of padding is not masked: as in a recurrent layer."""
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **options):
+        if attention_mask is not None and not attention_mask.all():
+            position_ids = position_ids + 3
+        return original(self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                        **options) if attention_mask is None or attention_mask.all() else original(
+            self, input_ids=input_ids, attention_mask=torch.ones_like(attention_mask), **options)
+
+    model = load_model(str(folder_of("qwen3")))
+    original = type(model).forward
+    monkeypatch.setattr(type(model), "forward", forward)
+    hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
+    assert not hf.together and "uses one-token attention and one prompt at a time" in capsys.readouterr().out
+    responses, found = measure.sampled(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
+    assert (found - measure.own_values(model.eval(), responses)[0]).abs().max() < 1e-4
+
+
+def test_a_cache_is_measured(folder_of):
+    """Per token keys and values of 2 layers, 2 heads of 32; lfm2: 2 such layers and 2 states of 128 x 3."""
+    assert HFSampler(str(folder_of("llama")), [2], CPU, torch.float32).cached == (0, 2 * 2 * 2 * 32)
+    assert HFSampler(str(folder_of("lfm2")), [2], CPU, torch.float32).cached == (2 * 128 * 3, 2 * 2 * 2 * 32)
+    hf = HFSampler(str(folder_of("lfm2")), [2], CPU, torch.float32)
+    rows = hf._rows([Request([1] * 10, 1, 0, 990)])  # of 4 bytes
+    assert rows == hf_sampler.CACHE // (4 * (768 + 256 * 1000))
+
+
+# ----------------------------------------------------- vLLM -----------------------------------------------
+class Engine:
+    """Stands for vLLM: samples with transformers, but with weights that are off, or not at all."""
+
+    def __init__(self, folder, off=0.0, error=None):
+        self.hf, self.off, self.error = HFSampler(str(folder), [2], CPU, torch.float32), off, error
+
+    def sleep(self):
+        pass
+
+    def load(self, named_tensors):
+        self.hf.load(named_tensors)
+
+    def generate(self, requests, temperature):
+        if self.error:
+            raise self.error
+        groups = []
+        for group in self.hf.generate(requests, temperature):
+            groups.append([Sample(s.response_ids, s.logprobs + self.off, s.finished) for s in group])
+        return groups
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(folder_of, trained):
+    folder = folder_of("qwen2")
+    policy = make_policy(folder) if trained else None
+    model = policy.model if trained else load_model(str(folder))
+    measure.check_vllm(Engine(folder), model, True, 1e-3, policy)
+    measure.check_vllm(Engine(folder, off=0.3), model, False, 1e-3, policy)  # bfloat16 rounds
+    for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
+        with pytest.raises(UserError, match="off those of transformers for --model, .* qwen2; give --sampler"):
+            measure.check_vllm(Engine(folder, off=off), model, exact, 1e-3, policy)
+    with pytest.raises(UserError, match="vLLM does not run .* type qwen2; give --sampler hf. It says: KeyError"):
+        measure.check_vllm(Engine(folder, error=KeyError("x")), model, True, 1e-3, policy)
+
+
+FIVE = ["qwen2", "olmo2", "gemma2", "qwen3_moe", "mamba"]  # the others: python -m tools.architectures
+BY_VLLM = {"qwen2", "olmo2", "smollm3", "gemma2", "qwen3_moe", "mixtral"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FIVE)
+def test_the_row_of_a_type(kind):
+    """Real runs with the real vLLM: a small difference or one sentence, never a traceback."""
+    row = architectures.row_of(kind)
+    assert float(row["eager"]) < 1e-4
+    for name in ("hf", "--plain", "vLLM"):
+        assert "TRACEBACK" not in row[name]
+        works = name == "vLLM" and kind in BY_VLLM or name != "vLLM" and kind != "mamba"
+        assert float(row[name]) < 1e-3 if works else re.search(r"of the type \w+.*; give --sampler", row[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_a_checkpoint_scores_with_vllm_as_with_transformers(folder_of, kind, tmp_path, launch):
+    """vLLM's CPU build packs experts: a checkpoint's are packed anew."""
+    flags = dict(zip(architectures.FLAGS[0::2], architectures.FLAGS[1::2]))
+    flags = {name.removeprefix("--"): value for name, value in flags.items() if not name.startswith("--eval")}
+    flags |= dict(eval="", checkpoint_every=2)
+    code, _, error = launch("ttrl", model=folder_of(kind), sampler="hf", out=tmp_path / "run", **flags)
+    assert code == 0, error
+    said = []
+    for sampler in ("hf", "vllm"):
+        code, _, error = launch("evaluate", model=tmp_path / "run/checkpoints/step_00000002", preset="greedy",
+                                benchmarks="toy_test", max_new_tokens=32, max_prompt_tokens=128,
+                                sampler=sampler, save_generations=True, out=tmp_path / sampler)
+        assert code == 0, error
+        lines = (tmp_path / sampler / "generations.jsonl").read_text().splitlines()
+        said.append([json.loads(line)["response"] for line in lines])
+    assert said[0] == said[1]
+
+
+# --------------------------------------------------- configs ----------------------------------------------
+def test_longrope_beyond_its_first_length_is_refused(tmp_path):
+    """A longer sequence turns all positions otherwise, so a sampler and a trainer would differ."""
+    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8,
+                original_max_position_embeddings=256)
+    tiny_model("Phi3", tmp_path, max_position_embeddings=1024, rope_parameters=rope)
+    args = with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=128))
+    read_config(str(tmp_path), args)
+    with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
+        read_config(str(tmp_path), with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=129)))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text"])
+def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder_of, kind, capsys):
+    options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
+    config = read_config(str(folder_of(kind)), with_values(ttrl.Args, options))
+    with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
+        check_plan(with_values(ttrl.Args, options | dict(plan=True)), config)
+    assert check_plan(with_values(ttrl.Args, options), config) == 0
+    assert f"type {kind}, of which --plan does not know" in capsys.readouterr().out
+
+
+def test_the_page_has_every_type():
+    page = (ROOT / "docs/architectures.md").read_text()
+    assert set(architectures.TYPES) == set(re.findall(r"^\| (\w+) \| ", page, re.MULTILINE)) - {"type"}
+    assert "TRACEBACK" not in page

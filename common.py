@@ -325,8 +325,8 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     if average > 0.5 or exact and largest > allowed:
         raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
                         f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                        f"{allowed}); its weights or its prefix cache are stale, or tokens that the model "
-                        "did not write have no mask 0.")
+                        f"{allowed}); its weights or its prefix cache are stale, tokens that the model did "
+                        "not write have no mask 0, or it computes this model otherwise (--sampler).")
     if not exact and average > 0.05:
         say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     run.log.lap("score")

@@ -27,8 +27,10 @@ from engine.answers import compared_as_text
 from engine.base import UserError, all_gather, rank_and_ranks, say, write_atomically
 from engine.builtin import SMOLLM2
 from engine.formulas import given_up
+from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
 from engine.options import out_of_range, with_values
+from engine.vllm_sampler import VLLMSampler
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")
@@ -127,6 +129,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     say(f"Evaluating {model} ...")
     if is_checkpoint(args.model):
         run.sampler.load(weights_in(args.model, run.device, run.dtype))
+    if isinstance(run.sampler, VLLMSampler):
+        check_sampler(run, args.model)
     for name, problems in run.benchmarks.items():
         graded = common.evaluate_benchmark(run, name, problems)
         results[name] = summary([verdicts for verdicts, _ in graded])
@@ -160,6 +164,15 @@ def unparsed(responses: list) -> list[str]:
 def is_checkpoint(model: str) -> bool:
     """Whether it is a folder runs/NAME/checkpoints/step_N."""
     return (Path(model) / "state.json").is_file()
+
+
+def check_sampler(run, model: str) -> None:
+    """Compare vLLM with transformers on a few tokens: here is no trainer that would notice a difference."""
+    own = run.sampler.model
+    if is_checkpoint(model) and rank_and_ranks()[0] == 0:  # which computes the model's own log-probs
+        for name, tensor in weights_in(model, "cpu", run.dtype):
+            own.get_parameter(name).data = tensor
+    check_vllm(run.sampler, own, run.dtype == torch.float32, run.args.machine.max_logp_diff)
 
 
 def trained_model(model: str) -> str:

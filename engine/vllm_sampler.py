@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 from importlib import util
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.base import Request, Sample, UserError
+from engine.policy import load_model
 
 
 def has_vllm() -> bool:
@@ -52,15 +52,13 @@ class VLLMSampler:
     dummy: it starts with random weights and reads no checkpoint; `load` must come before `generate`."""
 
     def __init__(self, args, model: str, stop_ids: list[int], device, dtype, dummy: bool = False):
-        from vllm import LLM
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
         length = args.max_prompt_tokens + args.max_new_tokens
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         trust = args.machine.trust_remote_code
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
-        with torch.device("meta"):  # for the names of its weights
-            self.model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        self.model = load_model(model, trust)  # memory-mapped; for the names of its weights and its buffers
         makers = {kind: kind.__init__ for kind in map(type, self.model.modules())}
+        from vllm import LLM  # only now: it replaces some of transformers' configs
         try:
             self.llm = LLM(
                 model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
@@ -68,11 +66,13 @@ class VLLMSampler:
                 trust_remote_code=trust, load_format="dummy" if dummy else "auto",
                 tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
         except Exception as error:
-            raise UserError(f"vLLM does not start with --model, which is of the type {config.model_type}; "
-                            f"give --sampler hf. It says: {' '.join(str(error).split())[:200]}") from None
-        for kind, maker in makers.items():
-            if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
-                kind.__init__, kind.do_not_compile = maker, True
+            raise UserError(f"vLLM does not start with --model, which is of the type "
+                            f"{self.model.config.model_type}; give --sampler hf. It says: "
+                            f"{' '.join(str(error).split())[:200]}") from None
+        finally:
+            for kind, maker in makers.items():
+                if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
+                    kind.__init__, kind.do_not_compile = maker, True
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
@@ -84,7 +84,9 @@ class VLLMSampler:
         if self.asleep:  # first the weights alone: weights, old KV cache and trainer may not fit together
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        named_tensors = as_in_checkpoints(self.model, named_tensors)
+        stored = self.model.state_dict().keys()
+        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in stored]
+        named_tensors = as_in_checkpoints(self.model, chain(named_tensors, buffers))
         missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
         if missing:
             raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")

@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, make_policy, tiny_model
+from conftest import make_policy
 
 import ttrl
-from engine import hf_sampler, logprobs, measure
+from engine import logprobs, measure
 from engine.base import Request, Sample, UserError
 from engine.hf_sampler import HFSampler
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
@@ -129,9 +129,6 @@ def test_a_cache_is_measured(folder_of):
     """Per token keys and values of 2 layers, 2 heads of 32; lfm2: 2 such layers and 2 states of 128 x 3."""
     assert HFSampler(str(folder_of("llama")), [2], CPU, torch.float32).cached == (0, 2 * 2 * 2 * 32)
     assert HFSampler(str(folder_of("lfm2")), [2], CPU, torch.float32).cached == (2 * 128 * 3, 2 * 2 * 2 * 32)
-    hf = HFSampler(str(folder_of("lfm2")), [2], CPU, torch.float32)
-    rows = hf._rows([Request([1] * 10, 1, 0, 990)])  # of 4 bytes
-    assert rows == hf_sampler.CACHE // (4 * (768 + 256 * 1000))
 
 
 # ----------------------------------------------------- vLLM -----------------------------------------------
@@ -164,9 +161,9 @@ def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(fol
     measure.check_vllm(Engine(folder), model, True, 1e-3, policy)
     measure.check_vllm(Engine(folder, off=0.3), model, False, 1e-3, policy)  # bfloat16 rounds
     for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
-        with pytest.raises(UserError, match="off those of transformers for --model, .* qwen2; give"):
+        with pytest.raises(UserError, match="off those of transformers for --model"):
             measure.check_vllm(Engine(folder, off=off), model, exact, 1e-3, policy)
-    with pytest.raises(UserError, match="vLLM does not run .* type qwen2; give --sampler hf. It says: KeyError"):
+    with pytest.raises(UserError, match="vLLM does not run .* give --sampler hf. It says: KeyError"):
         measure.check_vllm(Engine(folder, error=KeyError("x")), model, True, 1e-3, policy)
 
 
@@ -183,7 +180,7 @@ def test_the_row_of_a_type(kind):
     for name in ("hf", "--plain", "vLLM"):
         assert "TRACEBACK" not in row[name]
         works = kind in BY_VLLM if name == "vLLM" else kind != "mamba"
-        assert float(row[name]) < 1e-3 if works else re.search(r"of the type \w+.*; give --sampler", row[name])
+        assert float(row[name]) < 1e-3 if works else re.search(r"of the type \w+.*; give --", row[name])
 
 
 @pytest.mark.slow
@@ -207,17 +204,6 @@ def test_a_checkpoint_scores_with_vllm_as_with_transformers(folder_of, kind, tmp
 
 
 # --------------------------------------------------- configs ----------------------------------------------
-def test_longrope_beyond_its_first_length_is_refused(tmp_path):
-    """A longer sequence turns all positions otherwise, so a sampler and a trainer would differ."""
-    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8,
-                original_max_position_embeddings=256)
-    tiny_model("Phi3", tmp_path, max_position_embeddings=1024, rope_parameters=rope)
-    args = with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=128))
-    read_config(str(tmp_path), args)
-    with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
-        read_config(str(tmp_path), with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=129)))
-
-
 @pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text"])
 def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder_of, kind, capsys):
     options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
@@ -226,9 +212,3 @@ def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder
         check_plan(with_values(ttrl.Args, options | dict(plan=True)), config)
     assert check_plan(with_values(ttrl.Args, options), config) == 0
     assert f"type {kind}, of which --plan does not know" in capsys.readouterr().out
-
-
-def test_the_page_has_every_type():
-    page = (ROOT / "docs/architectures.md").read_text()
-    assert set(architectures.TYPES) == set(re.findall(r"^\| (\w+) \| ", page, re.MULTILINE)) - {"type"}
-    assert "TRACEBACK" not in page

@@ -113,7 +113,7 @@ def test_fields_of_a_table_are_text(kind, text, tmp_path):
     (tmp_path / f"a{kind}").write_bytes(text.encode())
     read = questions_and_answers(tmp_path / f"a{kind}", exact=True)
     assert [(question.replace("\r", ""), answer) for question, answer in read] == [
-        ('p, "q"\nr\u2028s', "007"), ("NA", "N/A")]
+        ('p, "q"\nr\u2028s', "007"), ("NA", None)]
 
 
 def test_folders_are_read_by_datasets(tmp_path):

@@ -52,8 +52,8 @@ BAD_MODELS = {
     "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
-    "eos is unknown": (GENERATION, dict(eos_token_id=[2, 620]), "ends a response with [2, 620], but the mod"),
-    "tokenizer is garbage": ("tokenizer.json", b"{", "but its tokenizer cannot be read: "),
+    "eos is unknown": (GENERATION, dict(eos_token_id=[2, 620]), "whose eos_token_id (generation_config.j"),
+    "tokenizer is garbage": ("tokenizer.json", b"{", "but its tokenizer or generation_config.json canno"),
     "no template": (TOKENIZER, dict(chat_template=""), "has no chat template; give --prompt plain."),
 }
 

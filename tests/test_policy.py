@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import logprobs
-from engine.base import UserError
 from common import Rollout
 from engine.policy import plan_micro_batches
 
@@ -152,7 +151,7 @@ def test_head_equals_full_logits(chunked, rows, monkeypatch):
     is_the_models_own(policy, other.model, 300)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom", "OPT"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom", "OPT", "Phi"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_fast_head_of_other_architectures(tmp_path, name, recompute):
     """Of random models with dropout, which is off; OPT's layers would drop while they are recomputed."""
@@ -169,13 +168,15 @@ def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, pac
 
 
 @pytest.mark.parametrize("kind, options", [
-    ("Cohere", dict(logit_scale=0.0625)), ("Gemma2", dict(head_dim=16)), ("GPTJ", dict(rotary_dim=8))])
-def test_a_model_with_other_logits_is_refused_and_plain_takes_it(tmp_path, kind, options):
-    """Logits that are scaled, capped, or shifted by a bias of the head."""
+    ("Cohere", dict(logit_scale=0.0625)), ("Gemma2", dict(head_dim=16))])
+def test_a_model_with_other_logits_is_trained_plain(tmp_path, kind, options, capsys):
+    """Logits that are scaled or capped."""
     model = tiny_model(kind, tmp_path, **options)
-    with pytest.raises(UserError, match="scales, caps or shifts its logits, .* give --plain"):
-        make_policy(tmp_path)
-    is_the_models_own(make_policy(tmp_path, plain=True), model, 64)
+    model.set_attn_implementation("eager")
+    policy = make_policy(tmp_path)
+    assert policy.way[0] is logprobs.PlainHead
+    assert f"{kind.lower()}: the trainer uses --plain" in capsys.readouterr().out
+    is_the_models_own(policy, model, 64)
 
 
 class Peak(TorchDispatchMode):

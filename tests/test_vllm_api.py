@@ -34,7 +34,8 @@ def constructor(monkeypatch):
 
 def sampler(device="cuda", **flags):
     args = with_values(common.Args, dict(max_prompt_tokens=384, max_new_tokens=64) | flags)
-    return vllm_sampler.VLLMSampler(args, "M", [2], torch.device(device), torch.bfloat16, dummy=True)
+    model, device = builtin.TOY_MODEL, torch.device(device)
+    return vllm_sampler.VLLMSampler(args, model, [2], device, torch.bfloat16, dummy=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

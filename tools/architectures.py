@@ -51,14 +51,15 @@ TYPES = dict(
                       hidden_size_per_layer_input=16, laurel_rank=8, intermediate_size=[192] * 4,
                       layer_types=["sliding_attention", "full_attention"] * 2,
                       activation_sparsity_pattern=[0.0] * 4),
-    gemma4_text=dict(vocab_size_per_layer_input=640, hidden_size_per_layer_input=16),
+    gemma4_text=dict(num_experts=None, vocab_size_per_layer_input=640, hidden_size_per_layer_input=16),
     granite=dict(embedding_multiplier=6.0, residual_multiplier=0.3, logits_scaling=4.0,
                  attention_multiplier=0.1),
     granitemoehybrid=MAMBA | dict(num_local_experts=0, shared_intermediate_size=96,
                                   layer_types=["mamba", "attention"]),
     granite_swa={}, granitemoe={}, glm={}, glm4={}, glm4_moe={}, qwen2_moe={}, qwen3_moe={}, olmoe={},
     mixtral={}, phimoe={}, deepseek_v2=MLA, deepseek_v3=MLA | dict(first_k_dense_replace=1), gpt_oss={},
-    llama4_text=dict(intermediate_size_mlp=96), qwen3_next=DELTA, qwen3_5_text=DELTA, qwen3_5_moe_text=DELTA,
+    llama4_text=dict(intermediate_size_mlp=96, num_experts_per_tok=1), qwen3_next=DELTA, qwen3_5_text=DELTA,
+    qwen3_5_moe_text=DELTA,
     kimi_linear=MLA | dict(linear_head_dim=16, linear_num_heads=4, mlp_layer_types=["dense", "sparse"],
                            layer_types=["linear_attention", "full_attention"]),
     qwen4_exp_text=DELTA | dict(ple_layer_ids=[], hc_count=2, hc_lowrank=16, indexer_n_heads=2,
@@ -81,6 +82,7 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--lr 1e-2 --max_prompt_tokens 128 --max_new_tokens 48 --entropy_coef 0.1 --eval= "
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
+COLUMNS = ["hf", "--plain", "vLLM", "eager"]
 
 
 def make_model(kind: str, folder: Path) -> None:
@@ -139,9 +141,10 @@ def measure(kind: str) -> dict[str, str]:
         folder = Path(folder)
         make_model(kind, folder / "model")
         for name, flags in WAYS.items():
+            if name == "vLLM":  # last: it changes classes of transformers
+                trained = folder / "hf/final"
+                row["eager"] = from_eager(trained if trained.is_dir() else folder / "model")
             row[name] = train(folder / "model", folder / name, flags)
-        done = [name for name in WAYS if (folder / name / "final").is_dir()]
-        row["eager"] = from_eager(folder / done[0] / "final") if done else from_eager(folder / "model")
     return row
 
 
@@ -150,16 +153,16 @@ def row_of(kind: str) -> dict[str, str]:
     command = [sys.executable, "-m", "tools.architectures", "--row", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.search(r"^ROW (.*)$", done.stdout, re.MULTILINE)
-    broken = dict.fromkeys([*WAYS, "eager"], f"TRACEBACK {done.stderr[-2000:]}")
+    broken = dict.fromkeys(COLUMNS, f"TRACEBACK {done.stderr[-2000:]}")
     return json.loads(found[1]) if found else broken
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
     """Markdown; sentences are numbered and stand below."""
-    lines, notes = ["| type | " + " | ".join([*WAYS, "eager"]) + " |", "|---|" + "---|" * (len(WAYS) + 1)], []
+    lines, notes = ["| type | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)], []
     for kind, row in rows.items():
         cells = []
-        for text in row.values():
+        for text in [row[name] for name in COLUMNS]:
             if re.fullmatch(r"\S+", text):
                 cells.append(text)
                 continue

@@ -205,7 +205,7 @@ VOTES = {0: "ggggaab-", 1: "aaagggbw", 2: "abc-gwba", 3: "aaaaaaag", 4: "ggggggg
 INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "ggggbbbb", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
 ANSWERS = dict(a="101", b="202", c="303", w="no idea")
 
-VERBS = "restore sample decode check_sampler minibatches".split()
+VERBS = "restore sample decode check_sampler minibatches save_when_due".split()
 
 # Temperature, KL and entropy count, the second minibatch leaves the clip range, several micro-batches
 WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=20, temperature=0.8,
@@ -307,6 +307,7 @@ class Watched:
         spy(common, "decode", after=self._decoded)
         spy(common, "check_sampler", before=lambda run, train: call("compare"))
         spy(common, "minibatches", after=self._split)
+        spy(common, "save_when_due", before=lambda run, step, optimizer: call("save"))
         spy(run.log, "vote", before=self._voted)
         spy(run.log, "step", before=lambda step, trained, **own: call("end"))
         spy(run.sampler, "load", before=lambda tensors: call("sync"))

@@ -19,7 +19,7 @@ def test_leaves_by_hand(m, n, b, expected):
     assert args.responses_per_prompt() == expected and args.errors() == []
 
 
-def test_only_what_votes_limits_the_trained_ones():
+def test_the_responses_that_vote_limit_the_trained_ones():
     assert Args(votes=8).errors() == []  # the leaves vote: --votes does not matter ...
     assert len(Args(votes=8, rollout="parallel").errors()) == 1  # ... but here it does
     assert len(Args(train_samples=61).errors()) == 1

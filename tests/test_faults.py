@@ -90,7 +90,7 @@ FOLDERS = {  # fault -> (file, its bytes, exit code, words)
 
 
 @pytest.mark.parametrize("fault", FOLDERS)
-def test_a_damaged_folder_neither_resumes_nor_says_why(tmp_path, launch, stopped, fault):
+def test_a_damaged_folder_resumes_or_says_why_not(tmp_path, launch, stopped, fault):
     name, content, expected, words = FOLDERS[fault]
     out = tmp_path / "run"
     shutil.copytree(stopped, out)
@@ -101,7 +101,7 @@ def test_a_damaged_folder_neither_resumes_nor_says_why(tmp_path, launch, stopped
         assert read_lines(out / "metrics.jsonl")[-1]["step"] == 3
 
 
-def test_somebodys_own_file_is_written_over(tmp_path, launch):
+def test_somebodys_own_file_is_not_written_over(tmp_path, launch):
     (tmp_path / "metrics.jsonl").write_text("mine")
     code, _, errors = launch(out=tmp_path, **TINY)
     assert code == 2 and "which is not empty; give another folder, or --resume if it holds a run." in errors

@@ -129,7 +129,7 @@ def test_metrics_of_the_votes_by_hand():
 @pytest.mark.parametrize("label, classes", [
     ({1: 1.0}, CLASSES),
     ({0: 1.0}, [None, None, 0, None, 0, None, None, None])])  # common.answer_classes of --labels gold
-def test_the_majority_counts_instead_of_the_gold_label(label, classes):
+def test_the_gold_label_counts_instead_of_the_majority(label, classes):
     """All are judged rightly, although the majority is wrong."""
     row = group_metrics(group(label, classes=classes))
     assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
@@ -175,7 +175,7 @@ def test_negative_labels_by_hand():
     assert metrics["negative_accuracy"] == 0.5  # only where there is a negative label and a gold answer
 
 
-def test_advantages_of_untrained_responses_count():
+def test_advantages_of_untrained_responses_do_not_count():
     # Trained are the first four; the positive ones are .5 and 1.5. The fifth's 9 is not trained.
     advantages = [0.5, -1.0, 1.5, 0.0, 9.0, 0.0, 0.0, 0.0]
     row = group_metrics(group({}, advantages=advantages, trained=range(4)))
@@ -184,7 +184,7 @@ def test_advantages_of_untrained_responses_count():
     assert row["zero_variance"] == 1 and "positive_advantage" not in row
 
 
-def test_lengths_are_means_over_prompts():
+def test_lengths_are_means_over_responses():
     """ETTRL's groups are not all of one size: (4 + 4 + 1) / 3, not (4 + 1) / 2."""
     made = group({}, trained=[])
     sizes = []

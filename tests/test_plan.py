@@ -33,7 +33,7 @@ def plan_of(name: str, gpus: int, gib: float, **flags):
     return Plan(with_values(ttrl.Args, dict(gpus=gpus, gpu_gib=gib) | flags), config_of(name))
 
 
-def test_a_phase_takes_other_terms():
+def test_the_terms_of_each_phase():
     """Qwen2.5-Math-7B on 8 GPUs. A micro-batch has 4 sequences of 4,096 tokens."""
     weights, head, tokens = 7_615_616_512, 152_064 * 3584, 16384
     layer = (weights - 2 * head) // 28  # the last norm is shared out among the layers
@@ -60,13 +60,13 @@ def test_a_phase_takes_other_terms():
     (dict(tensor_parallel=4), "sync", "vLLM", GIB + 2 * 7_615_616_512 / 4),
     (dict(gpu_memory=0.25), "sampling", "vLLM", 20 * GIB),
 ])
-def test_a_flag_does_not_change_its_term(flags, phase, what, expected):
+def test_a_flag_changes_its_term(flags, phase, what, expected):
     assert plan_of("Qwen2.5-Math-7B", 8, 80, **flags).phases()[phase][what] == expected
 
 
 @pytest.mark.parametrize("gib, flags, tokens", [
     (80, {}, 16384), (36, {}, 8192), (36, dict(micro_tokens=9000), 9000)])
-def test_micro_batches_are_not_as_large_as_fit(gib, flags, tokens):
+def test_micro_batches_are_as_large_as_fit(gib, flags, tokens):
     """Of 1.5B, without recomputation."""
     flags = dict(gradient_checkpointing="off", gpu_memory=0.3) | flags
     assert plan_of("Qwen2.5-Math-1.5B", 8, gib, **flags).micro_tokens == tokens
@@ -79,14 +79,14 @@ def test_micro_batches_are_not_as_large_as_fit(gib, flags, tokens):
     ("Qwen2.5-32B", 8, 68, dict(offload="optimizer", gpu_memory=0.9), "sync takes .* --tensor_parallel"),
     ("Qwen2.5-Math-7B", 8, 80, dict(gpu_memory=0.2), "no room for a sequence of 4,096 tokens; try a larger"),
 ])
-def test_what_does_not_fit_is_not_named_or_without_what_may_help(name, gpus, gib, flags, words):
+def test_what_does_not_fit_is_named_with_what_may_help(name, gpus, gib, flags, words):
     made = plan_of(name, gpus, gib, **flags)
     assert re.match(f"It does not fit: .*{words}", made.verdict())
     with pytest.raises(UserError, match="It does not fit"):
         check_plan(made.args, config_of(name))
 
 
-def test_a_run_is_not_planned_for_the_gpu_it_has(monkeypatch):
+def test_a_run_is_planned_for_the_gpu_it_has(monkeypatch):
     class Gpu:
         total_memory = 24 * GIB
 
@@ -99,7 +99,7 @@ def test_a_run_is_not_planned_for_the_gpu_it_has(monkeypatch):
     assert check_plan(ttrl.Args(), config_of("Qwen2.5-Math-7B")) == 16384
 
 
-def test_the_table_of_the_page_is_not_the_plans():
+def test_the_table_of_the_page_is_the_plans():
     """docs/plan.md, a row for every model and machine."""
     page = (ROOT / "docs/plan.md").read_text()
     rows = re.findall(r"\| (\S+) \| (\d) x (\d+) GB \| (.*?) \| ?(.*) \|\n", page)

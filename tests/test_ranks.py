@@ -19,7 +19,6 @@ from equations import relative_error
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine.log import read_metrics
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -95,7 +94,7 @@ def ended(process, timeout=300) -> SimpleNamespace:
 
 def metrics_of(folder):
     """Without times, and without the difference of sampler and trainer, which is rounding."""
-    lines = untimed(read_metrics(folder))
+    lines = untimed(read_lines(folder / "metrics.jsonl"))
     for line in lines:
         line.pop("logp_diff_max", None), line.pop("logp_diff_mean", None)
     return lines
@@ -269,7 +268,7 @@ def test_vllm_on_two_nodes(tmp_path):
                 node.terminate()
         time.sleep(0.1)
     assert [node.returncode for node in nodes] == [0, 0], [ended(node).errors[-2000:] for node in nodes]
-    lines = read_metrics(tmp_path / "run")
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["logp_diff_max"] < 1e-4 for line in lines)
 

@@ -94,7 +94,7 @@ def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
     assert with_values(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
 
 
-def test_a_model_that_does_not_split_is_loaded(tmp_path, monkeypatch):
+def test_a_model_that_does_not_split_is_refused(tmp_path, monkeypatch):
     """The toy has 3 heads."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = with_values(

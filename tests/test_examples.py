@@ -23,7 +23,7 @@ each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 # ------------------------------------------------- the diffs themselves -----------------------------------
 @each_example
-def test_a_diff_lacks_its_header_or_is_more_than_its_idea(name):
+def test_a_diff_has_a_header_and_is_no_more_than_its_idea(name):
     header, _, hunks = (ROOT / f"examples/{name}.diff").read_text().partition("--- ttrl.py\n")
     commands = f"\n    make {name}.py\n    python {name}.py "
     assert all(part in header for part in ("The idea: ", commands, "\nOn the toy: ", "\nChecked: "))
@@ -162,7 +162,7 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
 
 
 # ------------------------------------------------- their own flags ---------------------------------------
-def test_empo_trains_prompts_outside_its_band(watch):
+def test_empo_trains_the_prompts_in_its_band(watch):
     """VOTES: 4 g, 2 a, 1 b of 7 | 3 a, 3 g, 1 b, 1 w | a, 2 b, c, 2 g, w of 7 | 7 a, 1 g | 8 g, unanimous."""
     entropies = []
     for counts in ([4, 2, 1], [3, 3, 1, 1], [1, 2, 1, 1, 1, 1], [7, 1], [8]):
@@ -174,7 +174,7 @@ def test_empo_trains_prompts_outside_its_band(watch):
         assert len(seen.updates[0].train) == 6 * kept
 
 
-def test_dynamic_sampling_asks_twice_or_never_stops(watch):
+def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     """Three of five problems teach something; more rounds hold the same five, which are not asked again."""
     for rounds in (1, 3):
         seen = watch("dynamic_sampling", max_rounds=rounds)
@@ -186,7 +186,7 @@ def test_dynamic_sampling_asks_twice_or_never_stops(watch):
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
-def test_srt_trains_other_problems_than_the_easy_ones(watch):
+def test_srt_trains_the_easy_problems(watch):
     """Most initial votes: 8 of problem 3, 6 of problem 1 (INITIAL_VOTES). Two epochs of one batch."""
     seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)
     trained = [(group.step, group.prompt.id) for group in seen.groups]
@@ -208,13 +208,13 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 
 # --------------------------------------------------- resume, ranks ----------------------------------------
 @pytest.mark.parametrize("name", ["srt", "dynamic_sampling"])  # those with a state of their own
-def test_a_resumed_run_is_not_the_uninterrupted_one(name, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch):
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))
     test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path)
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_another_update_than_one(tmp_path, monkeypatch):
+def test_two_ranks_compute_the_update_of_one(tmp_path, monkeypatch):
     """Every example, one step of two minibatches."""
     monkeypatch.setitem(test_ranks.ENVIRONMENT, "PYTHONPATH", str(patched()))
     for ranks in (1, 2):

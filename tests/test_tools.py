@@ -29,7 +29,7 @@ def make_run(folder: Path, lines: list[str]) -> Path:
 
 
 # ------------------------------------------------- plot ---------------------------------------------------
-def test_default_panels_lack_the_runs_known_metrics_or_a_forks_own(tmp_path):
+def test_default_panels_have_the_runs_known_metrics_and_a_forks_own(tmp_path):
     runs = plot.read_runs([make_run(tmp_path / "run", LINES)])
     assert plot.curves(runs, []) == {
         "eval/toy/pass@1": {"run": [{0: 0.25, 3: 0.75}]}, "eval/toy/pass@4": {"run": [{0: 0.5}]},
@@ -49,7 +49,7 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     pyplot.close()
 
 
-def test_plot_writes_no_figure_and_no_sentence(tmp_path, monkeypatch, capsys):
+def test_plot_writes_a_figure_or_a_sentence(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run", LINES)
     monkeypatch.setattr(sys, "argv", ["plot", str(run)])
     plot.main()
@@ -90,7 +90,7 @@ def test_a_run_of_other_code_or_arguments_is_kept(repository):
     assert len(list(repository.glob("out/until-*/run-seed1/run.json"))) == 1
 
 
-def test_a_failed_run_is_not_named_or_the_others_go_on(repository):
+def test_a_failed_run_is_named_and_ends_the_others(repository):
     jobs = {repository / "slow-seed1": ["slow.py"], repository / "bad-seed1": ["bad.py"]}
     with pytest.raises(UserError, match=r"a run failed; see .*bad-seed1.txt"):
         compare.run_all(jobs, workers=2)
@@ -98,7 +98,7 @@ def test_a_failed_run_is_not_named_or_the_others_go_on(repository):
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()
 
 
-def test_a_set_names_a_script_that_is_not_there():
+def test_a_set_names_scripts_that_are_there():
     for variants in compare.SETS.values():
         for command in variants.values():
             script = command.split()[0]

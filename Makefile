@@ -12,8 +12,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: demo lab real smollm2 test quick compare lint docs
 
 demo: .venv-lab
-	rm -rf runs/demo
-	$(LAB)/python ttrl.py --out runs/demo
+	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
 	$(LAB)/python -m tools.plot runs/demo
 	$(LAB)/python -m tools.report runs/demo
 

@@ -101,7 +101,7 @@ class Rollout:
 @dataclass
 class Args:
     """What a paper's table sets; --help is the manual. A default is the paper's value, of one experiment if
-    these differ, or ours. What no paper sets is in `machine`."""
+    these differ, else the released code's, else ours: its help says which. The rest is in `machine`."""
     model: str = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
     comes as a package (docs/real.md), both with defaults of their own."""
@@ -110,21 +110,21 @@ class Args:
     steps: CountOrZero = 0
     """Rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
     prompts_per_batch: Count = 8
-    """Problems per rollout batch (EVOL-RL Table 3: 8; TTRL's released code: 8, for MATH-500 32)."""
+    """Problems per rollout batch (EVOL-RL Table 3; TTRL's, SCRL's code; RESTRAIN, ETTRL: none given)."""
     votes: Count = 64
     """N, responses sampled per prompt; all of them vote (TTRL 3.1, SCRL 4.1, ETTRL 4: 64)."""
     train_samples: Count = 32
     """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Sampling temperature, also of log-probs (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL Table 3: 1.0)."""
+    """Also of log-probs (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL Table 3, RESTRAIN D.2: 1.0)."""
     max_new_tokens: Count = 3072
     """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
     """Peak learning rate of AdamW, betas 0.9 and 0.999 (TTRL 3.1, SCRL 4.1, ETTRL 4: 5e-7)."""
     num_minibatches: Count = 8
-    """Optimizer steps per rollout batch (EVOL-RL Table 3, TTRL's released code: one per prompt's worth)."""
+    """Optimizer steps per rollout batch, one per prompt's worth (EVOL-RL Table 3; TTRL's, SCRL's code)."""
     kl_coef: NonNegative = 0.001
-    """Weight of the KL term to the initial model (EVOL-RL Table 3; TTRL's code); 0: no reference model."""
+    """Weight of the KL term; 0: no reference model (EVOL-RL Table 3, RESTRAIN D.2; TTRL's, SCRL's code)."""
     eval: str = "train"
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     prompt: str = "system"
@@ -139,25 +139,25 @@ class Args:
     epochs: CountOrZero = 80
     """Passes over the problems (TTRL 3.1, SCRL 4.1, ETTRL 4: AIME 80, AMC 30, MATH-500 10)."""
     max_prompt_tokens: Count = 1024
-    """A longer prompt is left out of training, and counts as wrong in evaluation (TTRL's code: 512, 1024)."""
+    """A longer prompt is not trained, and wrong in evaluation (ours; the released codes: 512 or 1024)."""
     weight_decay: NonNegative = 0.01
-    """AdamW's weight decay (TTRL's released code)."""
+    """AdamW's weight decay (the released codes; no paper gives one)."""
     warmup: Share = 0.03
-    """Share of the steps with linear warm-up (TTRL's released code), before a cosine to 0 (TTRL 3.1)."""
+    """Share of the steps with linear warm-up (the released codes), before a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
-    """Largest norm of an optimizer step's gradient (TTRL's released code)."""
+    """Largest norm of an optimizer step's gradient (the released codes; no paper gives one)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """mixed: an optimizer step has responses of all prompts. by_prompt: one by one (EVOL-RL Table 3)."""
+    """mixed (ours): an optimizer step has all prompts' responses. by_prompt: one by one (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
-    """Ratios are clipped at 1 - clip_low (TTRL's released code) ..."""
+    """Ratios are clipped at 1 - clip_low (the released codes; ETTRL 3.1: typically 0.2) ..."""
     clip_high: NonNegativeOrInf = 0.2
-    """... and at 1 + clip_high."""
+    """... and at 1 + clip_high (likewise)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the mean token entropy; positive raises entropy (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
-    """seq-mean: over a response's tokens, then over responses (ETTRL Eq. 3). token-mean: over all tokens."""
+    """seq-mean: over tokens, then responses (EVOL-RL Eq. 1, SCRL 2, ETTRL 3). token-mean: over all tokens."""
     eval_every: CountOrZero = 20
-    """Steps between evaluations, beside those at the start and at the end; 0: only these two."""
+    """Steps between evaluations, beside those at the start and at the end; 0: only these two (ours)."""
     eval_samples: Count = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6

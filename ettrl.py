@@ -65,6 +65,8 @@ class Args(common.Args):
     """beta of Adv-Clip (Eq. 15; section 4)."""
     temperature: common.Positive = 0.6
     """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
+    kl_coef: common.NonNegative = 0.001
+    """Not ETTRL's ("No KL penalty", 3.1): TTRL's code, whose configuration section 4 follows; 0: none."""
     eval_greedy: bool = True
     """Section 4: greedy; but the tables' values fit means of 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
 

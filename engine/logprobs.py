@@ -77,10 +77,10 @@ class ChunkedHead(PlainHead):
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept
-            return of_chunk(hidden, targets).unbind()
+            return [values_T.clone() for values_T in of_chunk(hidden, targets)]  # FSDP warns of views
         chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
                   for chunk in zip(hidden.split(size), targets.split(size))]
-        return torch.cat(chunks, 1).unbind()
+        return [values_T.clone() for values_T in torch.cat(chunks, 1)]
 
 
 # ------------------------------------------------------ packed ---------------------------------------------

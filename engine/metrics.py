@@ -28,18 +28,13 @@ def few_answers(responses: list) -> str:
     cut = [response for response in responses if not response.finished]
     if max(len(silent), len(cut)) <= len(responses) / 2:
         return ""
-    prompt = ("--prompt does not bring this model to give one (--show_prompt shows it; small models need "
-              "worked examples, as in examples/prompts/few_shot.txt)")
-    if len(cut) <= len(responses) / 2:
-        examples, cause = silent, f"most have none, as {prompt}"
-    elif 2 * sum(response.answer is None for response in cut) > len(cut):
-        examples = [response for response in cut if response.answer is None]
-        cause = ("most are cut off before an answer: --max_new_tokens is too small (a template may have a "
-                 f"switch that turns thinking off, see --template_vars), or {prompt}")
-    else:
-        examples = [response for response in cut if response.answer is not None]
-        cause = ("most go on after an answer, so that another one may vote: what this model ends it with is "
-                 "none of the stop ids that were printed at the start, or --prompt does not bring it to end")
+    examples, cause = silent, ("--prompt does not bring this model to give one (--show_prompt shows it; "
+                               "small models need worked examples, as in examples/prompts/few_shot.txt)")
+    if len(silent) <= len(responses) / 2:
+        examples, cause = cut, ("most go on after it, and another box may vote: this model ends with none of "
+                                "the stop ids that were printed at the start, or --prompt does not suit it")
+    elif len(cut) > len(responses) / 2:
+        cause += ", or --max_new_tokens is too small (some templates can turn thinking off: --template_vars)"
     share, cut_share = 1 - len(silent) / len(responses), len(cut) / len(responses)
     return (f"{share:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
             f"and {cut_share:.0%} were cut off; {cause}. One ends: {examples[0].text[-200:]!r}")

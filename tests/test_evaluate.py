@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import pytest
 from conftest import ROOT, SCRIPTS, run_toy
@@ -19,21 +20,34 @@ def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
     run = tmp_path / "run"  # with a learning rate that changes what the model says
     run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
     said, results = {}, {}
-    for name in ("final", "checkpoints/step_00000002", ""):
-        out, model = tmp_path / (name or "start"), str(run / name) if name else ""
+    for name in ("final", "checkpoints/step_00000002", "../run", ""):  # ../run: the run's folder
+        out, model = tmp_path / "out" / (name or "start"), str(run / name) if name else ""
         args = evaluate.Args(model=model, benchmarks="toy_test", out=str(out), preset="toy", samples=4,
                              max_new_tokens=48, save_generations=True)
         results[name] = evaluate.main(args)
         said[name] = (out / "generations.jsonl").read_text()
         assert json.loads((out / "results.json").read_text())["model"] == model or not name
     assert said["final"] == said["checkpoints/step_00000002"] != said[""]
-    assert results["final"] == results["checkpoints/step_00000002"]
+    assert results["final"] == results["checkpoints/step_00000002"] == results["../run"]
+    assert said["final"] == said["../run"]
 
 
 def test_a_checkpoint_without_its_run_is_one_sentence(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(UserError, match="a checkpoint, but .*run.json, which names the model that"):
         evaluate.Args(model=str(tmp_path)).run_args()
+
+
+def test_the_toy_by_its_name_has_its_own_settings(launch):
+    code, out, _ = launch("evaluate", model="toy", show_prompt=True)
+    assert code == 0 and "--model toy runs with these overrides" in out and "--preset toy" in out
+    assert "first problem of toy" in out
+
+
+def test_a_trained_toy_without_its_settings_is_told_of_them(launch, tmp_path):
+    shutil.copytree(ROOT / "toy", tmp_path / "toy")
+    code, _, error = launch("evaluate", model=tmp_path / "toy", benchmarks="toy")
+    assert code == 2 and error.endswith("lower one of them (evaluate.py --preset toy has a trained toy's).\n")
 
 
 def evaluation_of(args) -> tuple:

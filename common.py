@@ -183,6 +183,10 @@ class Args:
         """Prompts beside the problems' own (Dynamic RL: z_0), for --show_prompt."""
         return {}
 
+    def own_models(self) -> list[str]:
+        """Hub ids or folders of models beside the policy that are on the GPU to reward, for --plan."""
+        return []
+
 
 def start(args: Args, **task) -> startup.Run:
     """Refuse bad input, then load models, data and log. task: what a fork changes, see engine/startup.py."""

@@ -74,6 +74,9 @@ class Args(common.Args):
     eval_top_k: common.CountOrZero = 20
     """From the released test script, with top-p 0.95; the paper does not say."""
 
+    def own_models(self) -> list[str]:
+        return [self.embedder] if self.novelty and self.embedder != "words" else []
+
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:

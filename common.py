@@ -219,10 +219,16 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     run.log.lap("sync")
-    mine = share_of_rank(work, args.machine.tensor_parallel)
+    engines = rank_and_ranks()[1] // args.machine.tensor_parallel
+    parts = 1
+    if len(work) < engines and not run.generate:  # else some engines would have nothing to do
+        parts = min(n, engines // math.gcd(engines, len(work)))
+    pieces = [(prompt, piece) for prompt, request in work for piece in request.cut(parts)]
+    mine = share_of_rank(pieces, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
-    groups = (run.generate or generate)(run, mine, args.temperature, **options)
-    groups = gather_shares(groups, args.machine.tensor_parallel)
+    samples = (run.generate or generate)(run, mine, args.temperature, **options)
+    samples = gather_shares(samples, args.machine.tensor_parallel)
+    groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
     run.log.lap("sample")
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups

@@ -27,6 +27,12 @@ class Request:
     seed: int
     max_new_tokens: int
 
+    def cut(self, parts: int) -> list[Request]:
+        """So many requests, which together make the same samples."""
+        ends = [self.n * k // parts for k in range(parts + 1)]
+        return [Request(self.prompt_ids, end - begin, self.seed + begin, self.max_new_tokens)
+                for begin, end in zip(ends, ends[1:])]
+
 
 class Sample(NamedTuple):
     """What a sampler makes: the tokens of a response [T], their log-probs [T] float32, and whether it ended

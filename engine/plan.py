@@ -137,8 +137,8 @@ class Plan:
         if not uses_vllm(self.args) or best == now:
             return ""
         (room, given), (more, of) = self.cached(now), self.cached(best)
-        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and computes some twice: try "
-                f"--tensor_parallel {best}, which has room for {more:,} of {of:,}.")
+        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and computes some twice; try "
+                f"--tensor_parallel {best}: {more:,} of {of:,}.")
 
     # -- disk and host memory --------------------------------------------------------------------------------
     def disk(self) -> float:
@@ -149,7 +149,8 @@ class Plan:
     def host(self) -> float:
         """Bytes of host memory that --offload takes of all nodes together."""
         reference = self.c if self.args.kl_coef > 0 else 0
-        return dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload] * self.weights
+        each = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
+        return each * self.weights
 
     def shortages(self) -> list[str]:
         """What this machine's disk and memory lack."""
@@ -216,8 +217,8 @@ def plan_of(args, config) -> Plan:
     try:
         return Plan(args, config)
     except Exception as error:
-        raise UserError(f"--model is of the type {config.model_type}, of which --plan does not know the memory: "
-                        f"{type(error).__name__} {first_line(error)}") from None
+        raise UserError(f"--model is of the type {config.model_type}, of which --plan does not know the "
+                        f"memory: {type(error).__name__} {first_line(error)}") from None
 
 
 def show(args, config) -> None:

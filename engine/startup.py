@@ -69,6 +69,12 @@ def machine_errors(args) -> list[str]:
         if uses_vllm(args) and 0 < value < 0.01:
             bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; "
                        "give a larger one or --sampler hf.")
+    hidden = args.machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    small = args.model in ("", "toy", "smollm2")
+    if torch.version.cuda and not (torch.cuda.is_available() or hidden or small):
+        bad.append(f"this torch is built for CUDA {torch.version.cuda}, but it sees no GPU: nvidia-smi shows "
+                   "the driver, and CUDA 13 needs 580 or newer. To use the CPU, set CUDA_VISIBLE_DEVICES= "
+                   "(empty).")
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     if old and args.machine.dtype != "float32" and not args.machine.plan:
         bad.append(f"--dtype is '{args.machine.dtype}', but must be float32: this GPU has no bfloat16.")

@@ -22,7 +22,7 @@ import torch
 import tyro
 from tqdm import tqdm
 from engine.answers import answers_equal, equivalence_classes, extract_answer
-from engine.base import Request, UserError, all_gather, gather_shares, rank_and_ranks, say, seed_of
+from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
 from engine.base import share_of_rank, write_atomically
 from engine.log import read_jsonl
 from engine.metrics import grade, mean, summary
@@ -219,12 +219,9 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     run.log.lap("sync")
-    engines = rank_and_ranks()[1] // args.machine.tensor_parallel
-    parts = 1
-    if len(work) < engines and not run.generate:  # else some engines would have nothing to do
-        parts = min(n, engines // math.gcd(engines, len(work)))
-    pieces = [(prompt, piece) for prompt, request in work for piece in request.cut(parts)]
-    mine = share_of_rank(pieces, args.machine.tensor_parallel)
+    engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
+    work, parts = cut_work(work, n, engines)  # a fork's own sampling gets its prompts whole
+    mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
     samples = (run.generate or generate)(run, mine, args.temperature, **options)
     samples = gather_shares(samples, args.machine.tensor_parallel)

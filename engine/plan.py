@@ -137,7 +137,7 @@ class Plan:
         if not uses_vllm(self.args) or best == now:
             return ""
         (room, given), (more, of) = self.cached(now), self.cached(best)
-        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, so some wait or are computed "
+        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and some are computed "
                 f"twice; --tensor_parallel {best} has room for {more:,} of {of:,}.")
 
     # -- disk and host memory --------------------------------------------------------------------------------

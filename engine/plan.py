@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections import ChainMap
 from pathlib import Path
 
 import torch
@@ -64,7 +65,8 @@ class Plan:
         self.weights = parameters_of(config, self.machine.trust_remote_code)
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
-        self.own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
+        own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
+        self.own = {name: size for name, size in own.items() if size}
         sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
         choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
         if self.machine.gradient_checkpointing == "auto":
@@ -168,12 +170,17 @@ class Plan:
 
     def table(self) -> str:
         """GiB of each GPU by phase, vLLM's room for sequences, disk and host memory, and the verdict."""
-        phases = {phase: parts | {"together": sum(parts.values())} for phase, parts in self.phases().items()}
+        phases = self.phases()
         lines = [f"Plan for {self.ranks} GPU(s) of {self.gpu / GIB:g} GiB; {self.weights / 1e9:.2f}e9 "
                  "parameters", f"{'GiB of each GPU in':22}" + "".join([f"{phase:>10}" for phase in phases])]
-        for name in dict.fromkeys(name for parts in phases.values() for name in parts):
-            sizes = [parts.get(name, 0) / GIB for parts in phases.values()]
-            lines.append(f"{name:22}" + "".join([f"{size:10.1f}" for size in sizes]))
+        for name in [*ChainMap(*phases.values()), "together"]:
+            sizes = [parts.get(name, 0) for parts in phases.values()]
+            if name == "together":
+                sizes = [sum(parts.values()) for parts in phases.values()]
+            lines.append(f"{name:22}" + "".join([f"{size / GIB:10.1f}" for size in sizes]))
+        for name in self.args.own_models():
+            if name not in self.own:
+                lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
         room, given = self.cached(self.machine.tensor_parallel)
         if uses_vllm(self.args):
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
@@ -186,7 +193,8 @@ class Plan:
         if self.machine.offload != "none":
             lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
-        return "\n".join([*lines, *filter(None, [self.cache_advice()]), self.verdict()])
+        here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
+        return "\n".join([*lines, *here, *filter(None, [self.cache_advice()]), self.verdict()])
 
 
 def parameters_of(config, trust_remote_code: bool = False) -> int:

@@ -22,7 +22,7 @@ import torch
 import tyro
 from tqdm import tqdm
 from engine.answers import answers_equal, equivalence_classes, extract_answer
-from engine.base import Request, UserError, all_gather, gather_shares, rank_and_ranks, say, seed_of
+from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
 from engine.base import share_of_rank, write_atomically
 from engine.log import read_jsonl
 from engine.metrics import grade, mean, summary
@@ -183,6 +183,10 @@ class Args:
         """Prompts beside the problems' own (Dynamic RL: z_0), for --show_prompt."""
         return {}
 
+    def own_models(self) -> list[str]:
+        """Hub ids or folders of models beside the policy that are on the GPU to reward, for --plan."""
+        return []
+
 
 def start(args: Args, **task) -> startup.Run:
     """Refuse bad input, then load models, data and log. task: what a fork changes, see engine/startup.py."""
@@ -215,10 +219,13 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     run.log.lap("sync")
+    engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
+    work, parts = cut_work(work, n, engines)  # a fork's own sampling gets its prompts whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
-    groups = (run.generate or generate)(run, mine, args.temperature, **options)
-    groups = gather_shares(groups, args.machine.tensor_parallel)
+    samples = (run.generate or generate)(run, mine, args.temperature, **options)
+    samples = gather_shares(samples, args.machine.tensor_parallel)
+    groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
     run.log.lap("sample")
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups

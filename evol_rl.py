@@ -74,6 +74,9 @@ class Args(common.Args):
     eval_top_k: common.CountOrZero = 20
     """From the released test script, with top-p 0.95; the paper does not say."""
 
+    def own_models(self) -> list[str]:
+        return [self.embedder] if self.novelty and self.embedder != "words" else []
+
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
@@ -215,9 +218,13 @@ class Embedder:
             options = dict(dtype=torch.bfloat16 if cuda else torch.float32)
             self.model = SentenceTransformer(self.path, device="cpu", model_kwargs=options)
             self.model.tokenizer.truncation_side = "left"
+        # the ranks of a machine share the memory-mapped weights; on the GPU are copies, which are dropped
+        host = [parameter.data for parameter in self.model.parameters()]
         self.model.to("cuda" if cuda else "cpu")
         vectors = self.model.encode(texts, batch_size=8, convert_to_tensor=True, show_progress_bar=False)
-        self.model.to("cpu")
+        for parameter, data in zip(self.model.parameters(), host):
+            parameter.data = data
+        self.model.to("cpu")  # buffers
         return vectors
 
 

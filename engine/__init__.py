@@ -7,6 +7,10 @@ import warnings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+# cuDNN's attention compiles anew for every shape, about a second each time (an H100 without vLLM prefers it)
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 # micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
 warnings.filterwarnings("ignore", category=FutureWarning)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,6 +118,21 @@ def gather_shares(results: list, per_engine: int = 1) -> list:
     shares = all_gather(results if rank % per_engine == 0 else None)[::per_engine]
     engines, items = ranks // per_engine, sum(len(share) for share in shares)
     return [shares[i % engines][i // engines] for i in range(items)]
+
+
+def cut_work(work: list[tuple], n: int, engines: int) -> tuple[list[tuple], int]:
+    """(the work in pieces, one after another; pieces of each prompt). work: (prompt, request of n samples).
+
+    If there are more engines than prompts, engines that would have nothing to do make samples of a prompt
+    that another has, too; so the pieces are as many as a multiple of the engines, if n allows it."""
+    parts, pieces = 1, []
+    if len(work) < engines:
+        parts = min(n, engines // math.gcd(engines, len(work)))
+    ends = [n * k // parts for k in range(parts + 1)]
+    for prompt, request in work:
+        for begin, end in zip(ends, ends[1:]):
+            pieces.append((prompt, replace(request, n=end - begin, seed=request.seed + begin)))
+    return pieces, parts
 
 
 def write_atomically(path: Path, text: str) -> None:

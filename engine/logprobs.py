@@ -117,6 +117,10 @@ class PackedHead(ChunkedHead):
         return inputs | dict(shared=shared, groups=groups), torch.tensor(predict_from)
 
 
+# where attention of float32 that shares keys and values among heads would hold all scores in memory
+ONE_HEAD_EACH = ("cuda",)
+
+
 def packed_attention(module, query, key, value, attention_mask, shared=0, groups=None, scaling=None,
                      **options):
     """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. What prompts share attends to
@@ -128,6 +132,8 @@ def packed_attention(module, query, key, value, attention_mask, shared=0, groups
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
 
     def attend(q, k, v):  # the last query stands at the last key
+        if q.dtype == torch.float32 and q.device.type in ONE_HEAD_EACH:
+            k, v = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)]
         mask = causal_lower_right(q.shape[2], k.shape[2])
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [rows * tokens, heads * d]

@@ -56,9 +56,9 @@ class Machine:
     plain: bool = False
     """Padded rows and full logits, the slow and obvious way, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations backward: a third more compute, a quarter of the memory. auto: on a GPU."""
+    """Recompute activations: a third more compute, a quarter of the memory. auto: if a GPU needs that."""
     micro_tokens: CountOrZero = 0
-    """Padded tokens per micro-batch and rank: memory, not the result. 0: 16384, or less if the GPU asks."""
+    """Tokens per micro-batch and rank, or a longest response: memory, not the result. 0: 16384, or less."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """In host memory: the reference model; optimizer: weights, gradients and AdamW, too. Not run on a GPU."""
     plan: bool = False

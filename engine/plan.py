@@ -1,28 +1,36 @@
-"""Does a run fit its GPUs? A sum of a few terms for each phase of a step, from the model's config alone:
+"""Does a run fit? A sum of a few terms for each phase of a step, from the model's config alone:
 
     python ttrl.py --model Qwen/Qwen2.5-Math-7B --plan --gpus 8 --gpu_gib 80
 
-The terms are those of dense decoders (Llama, Qwen) under FSDP2 that sample with vLLM; of another model only
-the parameters are exact. Nothing here was measured on a GPU. docs/plan.md has a table of models and flags."""
+The terms are those of dense decoders (Llama, Qwen) under FSDP2; of another model only the parameters are
+exact. Nothing here was measured on a GPU, so a run that may not fit is warned, not refused. docs/plan.md has
+a table of models and flags."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+from collections import ChainMap
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.base import UserError, first_line, rank_and_ranks, say
+from engine.checkpoint import complete
+from engine.vllm_sampler import uses_vllm
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
 HEAD_CHUNK = 2 ** 26                # logits that exist at a time: CHUNK["cuda"] of engine/logprobs.py
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
-# activations and logits of its largest batch.
+# activations and logits of vLLM's largest batch, and those, keys and values of the sampler without vLLM.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
 REMEDIES = dict(
     sampling="a smaller --gpu_memory, --offload optimizer, more GPUs",
+    vote="a smaller embedder, --offload optimizer, more GPUs",
     update="--gradient_checkpointing on, a smaller --micro_tokens, --offload optimizer, more GPUs",
     sync="--offload optimizer, --tensor_parallel, more GPUs",
     cache="a larger --gpu_memory, --tensor_parallel, fewer --max_new_tokens")
@@ -30,62 +38,78 @@ REMEDIES = dict(
 
 class Plan:
     """Bytes that a run takes of each of its GPUs: --gpus of --gpu_gib, else the ranks and GPUs here, without
-    a GPU 80 GiB. --micro_tokens 0 becomes the largest of MICRO_TOKENS that fits, else one sequence."""
+    a GPU 80 GiB.
+
+    micro_tokens, recompute: what --micro_tokens 0 and --gradient_checkpointing auto become. Activations are
+    not recomputed if the largest micro-batch fits without; micro-batches are the largest of MICRO_TOKENS that
+    fit, else one sequence."""
 
     def __init__(self, args, config):
         """args: of a script. config: the model's.
 
-        q, kv: width of all query heads, of all key (or value) heads. weights: the parameters, counted in a
-        model without memory; root: those of embeddings and (untied) head, which FSDP gathers together; layer:
-        those of one layer."""
-        self.args = args
-        self.ranks, self.gpu = args.machine.gpus or rank_and_ranks()[1], (args.machine.gpu_gib or 80.0) * GIB
-        if torch.cuda.is_available() and not args.machine.gpu_gib:
+        q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those of
+        embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
+        self.args, self.machine = args, args.machine
+        self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
+        if torch.cuda.is_available() and not self.machine.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
-        self.c = 4 if args.machine.dtype == "float32" else 2  # bytes of a number in the compute type
+        self.c = 4 if self.machine.dtype == "float32" else 2  # bytes of a number in the compute type
         self.length = args.max_prompt_tokens + args.max_new_tokens  # of the longest prompt and response
         text = config.get_text_config()
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
-        head_size = getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads
-        self.q = text.num_attention_heads * head_size
-        self.kv = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.machine.trust_remote_code)
-        self.weights = sum(p.numel() for p in model.parameters())
+        self.heads = text.num_attention_heads
+        self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
+        self.head_size = getattr(text, "head_dim", None) or self.hidden // self.heads
+        self.q, self.kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        self.weights = parameters_of(config, self.machine.trust_remote_code)
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
-        for tokens in [args.machine.micro_tokens] if args.machine.micro_tokens else [*MICRO_TOKENS, 1]:
-            self.micro_tokens = tokens
+        own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
+        self.own = {name: size for name, size in own.items() if size}
+        sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
+        choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
+        if self.machine.gradient_checkpointing == "auto":
+            choices = [(sizes[0], "off"), *[(size, "on") for size in sizes]]
+        for self.micro_tokens, self.recompute in choices:
             if not self.misfit():
                 break
 
+    # -- GPUs ------------------------------------------------------------------------------------------------
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
-        a, machine, c = self.args, self.args.machine, self.c
+        a, m, c = self.args, self.machine, self.c
         head, shard = self.vocabulary * self.hidden, self.weights / self.ranks
-        offload = machine.offload == "optimizer"
-        stays = {"weights and Adam": 4 * head / self.ranks if offload else 12 * shard,
-                 "reference": c * shard if a.kl_coef > 0 and machine.offload == "none" else 0}
+        offload = m.offload == "optimizer"
+        stays = {"weights and Adam": 0 if offload else 12 * shard,
+                 "reference": c * shard if a.kl_coef > 0 and m.offload == "none" else 0}
         rows = -(-a.prompts_per_batch * a.train_samples // a.num_minibatches)
-        tokens = max(self.length, min(self.micro_tokens, rows * self.length // self.ranks))
+        tokens = max(self.length, min(self.micro_tokens, -(-rows // self.ranks) * self.length))
         # kept for the backward pass: norms (Qwen3: of q and k, too), q, k, v, output, gate, up, their product
         layer = c * tokens * (8 * self.hidden + 4 * self.inner + 6 * self.q + 4 * self.kv)
-        inputs, keep = c * tokens * self.hidden * self.layers, machine.gradient_checkpointing == "off"
+        inputs = c * tokens * self.hidden * self.layers
+        logits = tokens * self.vocabulary
         update = {"gradients": 0 if offload else 4 * shard,
                   "gathered weights": c * (self.root + 2 * self.layer),
-                  "activations": self.layers * layer if keep else inputs + layer,
-                  "logits": 20 * min(HEAD_CHUNK, tokens * self.vocabulary),
-                  "gradient of the head": 2 * c * head, "vLLM": ASLEEP}
-        sync = {"gathered weights": 2 * c * head, "vLLM": ASLEEP + c * self.weights / machine.tensor_parallel}
-        sampling = {"vLLM": machine.gpu_memory * self.gpu}
-        return dict(sampling=stays | sampling, update=stays | update, sync=stays | sync)
+                  "activations": self.layers * layer if self.recompute == "off" else inputs + layer,
+                  "logits": 20 * (logits if m.plain else min(HEAD_CHUNK, logits)),
+                  "gradient of the head": 2 * c * head}
+        sampler = dict(sampling=m.gpu_memory * self.gpu, vote=ASLEEP, update=ASLEEP,
+                       sync=ASLEEP + c * self.weights / m.tensor_parallel)
+        if not uses_vllm(a):  # it never sleeps
+            sampler = dict.fromkeys(sampler, c * self.weights) | dict(sampling=c * self.weights + WORKSPACE)
+        phases = dict(sampling={}, vote=self.own, update=update, sync={"gathered weights": 2 * c * head})
+        if not self.own:
+            del phases["vote"]
+        return {phase: stays | parts | {"sampler": sampler[phase]} for phase, parts in phases.items()}
 
-    def cached_sequences(self) -> int:
-        """Sequences of full length whose keys and values fit into vLLM's share beside its weights."""
-        parallel = self.args.machine.tensor_parallel
-        room = self.args.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
-        return int(max(0, room) / (2 * self.c * self.layers * self.kv / parallel * self.length))
+    def cached(self, parallel: int) -> tuple[int, int]:
+        """(sequences of full length whose keys and values fit into an engine's share beside its weights,
+        sequences that it gets), with --tensor_parallel so many."""
+        room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
+        token = 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size
+        given = self.args.prompts_per_batch * self.args.responses_per_prompt()
+        return int(max(0, room) / (token * self.length)), -(-given * parallel // self.ranks)
 
     def misfit(self) -> str:
         """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
@@ -93,7 +117,7 @@ class Plan:
         for phase, parts in self.phases().items():
             if sum(parts.values()) > usable:
                 return phase
-        return "" if self.cached_sequences() else "cache"
+        return "cache" if uses_vllm(self.args) and not self.cached(self.machine.tensor_parallel)[0] else ""
 
     def verdict(self) -> str:
         """One sentence: it fits, or what does not and what may help."""
@@ -106,35 +130,126 @@ class Plan:
                     f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free")
         return f"It does not fit: {what}; try {REMEDIES[phase]}."
 
+    def cache_advice(self) -> str:
+        """A sentence if vLLM has room for less than half of its sequences: few get longer than half."""
+        now, heads = self.machine.tensor_parallel, range(1, self.heads + 1)
+        possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
+        enough = [n for n in possible if 2 * self.cached(n)[0] >= self.cached(n)[1]]
+        best = min(enough, default=max(possible, default=now))
+        if not uses_vllm(self.args) or best == now:
+            return ""
+        (room, given), (more, of) = self.cached(now), self.cached(best)
+        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and some are computed "
+                f"twice; --tensor_parallel {best} has room for {more:,} of {of:,}.")
+
+    # -- disk and host memory --------------------------------------------------------------------------------
+    def disk(self) -> float:
+        """Bytes of the checkpoints, while the next is written, and of the final model."""
+        kept = self.machine.keep + 1 if self.machine.checkpoint_every else 1
+        return 12 * self.weights * kept + self.c * self.weights
+
+    def host(self) -> float:
+        """Bytes of host memory that --offload takes of all nodes together."""
+        reference = self.c if self.args.kl_coef > 0 else 0
+        each = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
+        return each * self.weights
+
+    def shortages(self) -> list[str]:
+        """What this machine's disk and memory lack."""
+        out, found = Path(self.machine.out or "runs").resolve(), []
+        there = 12 * self.weights * len(complete(out))
+        free = shutil.disk_usage(next(folder for folder in [out, *out.parents] if folder.exists())).free
+        if self.disk() > there + free:
+            found.append(f"the run takes up to {self.disk() / 1e9:,.0f} GB of disk, but {out} has "
+                         f"{free / 1e9:,.0f} GB left; give another --out or a smaller --keep.")
+        here = self.host() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks
+        if here > (free := free_memory()):
+            found.append(f"--offload {self.machine.offload} takes {here / GIB:,.0f} GiB of this machine's "
+                         f"memory, of which {free / GIB:,.0f} GiB are free.")
+        return found
+
     def table(self) -> str:
-        """GiB of each GPU by phase, vLLM's room for sequences, and the verdict."""
-        phases = {phase: parts | {"together": sum(parts.values())} for phase, parts in self.phases().items()}
+        """GiB of each GPU by phase, vLLM's room for sequences, disk and host memory, and the verdict."""
+        phases = self.phases()
         lines = [f"Plan for {self.ranks} GPU(s) of {self.gpu / GIB:g} GiB; {self.weights / 1e9:.2f}e9 "
                  "parameters", f"{'GiB of each GPU in':22}" + "".join([f"{phase:>10}" for phase in phases])]
-        for name in phases["update"]:
-            sizes = [parts.get(name, 0) / GIB for parts in phases.values()]
-            lines.append(f"{name:22}" + "".join([f"{size:10.1f}" for size in sizes]))
-        return "\n".join([
-            *lines, f"vLLM has room for {self.cached_sequences():,} sequences of {self.length:,} tokens.",
-            f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens).", self.verdict()])
+        for name in [*ChainMap(*phases.values()), "together"]:
+            sizes = [parts.get(name, 0) for parts in phases.values()]
+            if name == "together":
+                sizes = [sum(parts.values()) for parts in phases.values()]
+            lines.append(f"{name:22}" + "".join([f"{size / GIB:10.1f}" for size in sizes]))
+        for name in self.args.own_models():
+            if name not in self.own:
+                lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
+        room, given = self.cached(self.machine.tensor_parallel)
+        if uses_vllm(self.args):
+            lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
+                         f"{given:,}.")
+        lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens), activations are "
+                  f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).",
+                  f"A checkpoint takes {12 * self.weights / 1e9:,.1f} GB of disk; with --keep "
+                  f"{self.machine.keep}, while the next is written, and the final model it is "
+                  f"{self.disk() / 1e9:,.1f} GB."]
+        if self.machine.offload != "none":
+            lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
+                         "memory, over all nodes.")
+        here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
+        return "\n".join([*lines, *here, *filter(None, [self.cache_advice()]), self.verdict()])
 
 
-def check_plan(args, config) -> int:
-    """--micro_tokens of a run on the GPUs here; raises UserError if it does not fit them. With --plan: prints
-    the table on rank 0 and exits, with code 0 if the run fits, else 1."""
+def parameters_of(config, trust_remote_code: bool = False) -> int:
+    """Counted in a model without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in model.parameters())
+
+
+def own_model(name: str, tokens: int) -> float:
+    """Bytes of a script's own model in bfloat16 while it reads 8 texts of so many tokens: its weights and the
+    inner products of a layer. 0 if its config cannot be read."""
     try:
-        plan = Plan(args, config)
-    except Exception as error:  # its terms need what the config of a dense decoder has
-        sentence = f"--model is of the type {config.model_type}, of which --plan does not know the memory: "
-        sentence += f"{type(error).__name__} {first_line(error)}"
-        if args.machine.plan:
-            raise UserError(sentence) from None
-        say(sentence)
-        return args.machine.micro_tokens
-    if args.machine.plan:
-        if rank_and_ranks()[0] == 0:
-            print(plan.table(), flush=True)
-        sys.exit(1 if plan.misfit() else 0)
-    if plan.misfit():
-        raise UserError(f"{plan.verdict()} --plan shows the memory of every phase.")
-    return plan.micro_tokens
+        config = AutoConfig.from_pretrained(name)
+        inner = 3 * config.intermediate_size + 4 * config.hidden_size
+        return 2.0 * (parameters_of(config) + 8 * tokens * inner)
+    except Exception:
+        return 0.0
+
+
+def free_memory() -> float:
+    """Bytes of host memory that are free or hold files that can be read again."""
+    return int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+
+
+def plan_of(args, config) -> Plan:
+    """Raises UserError if the config has not what its terms need, which are those of a dense decoder."""
+    try:
+        return Plan(args, config)
+    except Exception as error:
+        raise UserError(f"--model is of the type {config.model_type}, of which --plan does not know the "
+                        f"memory: {type(error).__name__} {first_line(error)}") from None
+
+
+def show(args, config) -> None:
+    """Print the table on rank 0 and exit, with code 0 if the run fits, else 1."""
+    plan = plan_of(args, config)
+    if rank_and_ranks()[0] == 0:
+        print(plan.table(), flush=True)
+    sys.exit(1 if plan.misfit() else 0)
+
+
+def settle(args, config, device) -> dict:
+    """Policy's micro_tokens and gradient_checkpointing of a run here: what --micro_tokens 0 and
+    --gradient_checkpointing auto mean. On a GPU the plan decides, and warns of what may not fit."""
+    micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
+    if device.type == "cuda":
+        try:
+            plan = plan_of(args, config)
+        except UserError as error:
+            say(f"Warning: {error}")
+        else:
+            micro_tokens, recompute = plan.micro_tokens, plan.recompute
+            fits = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
+            for warning in filter(None, [*fits, plan.cache_advice(), *plan.shortages()]):
+                say(f"Warning: {warning}")
+    on = recompute == "on" or recompute == "auto" and device.type == "cuda"
+    return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import os
 import shutil
 from collections import ChainMap
 from pathlib import Path
@@ -132,6 +133,10 @@ class Policy:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         mesh = init_device_mesh(self.device.type, (self.ranks,))
+        if offload and self.trainable and "LOCAL_WORLD_SIZE" in os.environ:
+            # AdamW runs on the CPU, and torchrun has given every rank one thread
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
         options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                        mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
         # the classes that transformers keeps whole on a device: the decoder layers

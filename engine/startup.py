@@ -22,7 +22,7 @@ from engine.hf_sampler import HFSampler
 from engine.log import Log
 from engine.measure import check_vllm
 from engine.options import flat, out_of_range
-from engine.plan import check_plan
+from engine import plan
 from engine.policy import Policy, load_model
 from engine.tokenizer import read_tokenizer
 from engine.vllm_sampler import VLLMSampler, has_vllm, uses_vllm
@@ -69,6 +69,12 @@ def machine_errors(args) -> list[str]:
         if uses_vllm(args) and 0 < value < 0.01:
             bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; "
                        "give a larger one or --sampler hf.")
+    hidden = args.machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    small = args.model in ("", "toy", "smollm2")
+    if torch.version.cuda and not (torch.cuda.is_available() or hidden or small):
+        bad.append(f"this torch is built for CUDA {torch.version.cuda}, but it sees no GPU: nvidia-smi shows "
+                   "the driver, and CUDA 13 needs 580 or newer. To use the CPU, set CUDA_VISIBLE_DEVICES= "
+                   "(empty).")
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     if old and args.machine.dtype != "float32" and not args.machine.plan:
         bad.append(f"--dtype is '{args.machine.dtype}', but must be float32: this GPU has no bfloat16.")
@@ -229,7 +235,7 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
     path = model_folder(args.model)
     config = read_config(path, args)
     if machine.plan:
-        check_plan(args, config)  # prints it and exits
+        plan.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args)
     make = partial(make, answer_keys=answer_keys)
     problems, benchmarks = read_data(make, args, tokenizer, train, exact=answer_keys is not None)
@@ -239,19 +245,17 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
     device = start_processes(train and machine.dtype == "bfloat16")
     bf16 = machine.dtype == "bfloat16" or machine.dtype == "auto" and device.type == "cuda"
     dtype = torch.bfloat16 if bf16 else torch.float32
-    if train and device.type == "cuda":
-        machine.micro_tokens = check_plan(args, config)
-    elif machine.offload != "none":
+    if machine.offload != "none" and device.type != "cuda":
         raise UserError(f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")
-    machine.micro_tokens = machine.micro_tokens or 16384
-    same_on_all_ranks({f"--{name}": value for name, value in flat(args).items()})
+    memory = plan.settle(args, config, device) if train else {}
+    same_on_all_ranks({f"--{name}": value for name, value in (flat(args) | memory).items()})
     log = Log(args, device, identity(problems, benchmarks, stop_ids))
     vllm = uses_vllm(args)
     say(f"{path}: {'vllm' if vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
         f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     policy = reference = None
     if train:
-        policy, reference = load_policies(args, path, device, dtype, log)
+        policy, reference = load_policies(args, path, device, dtype, log, **memory)
     if vllm:
         say("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(args, path, stop_ids, device, dtype, dummy=train)
@@ -272,21 +276,18 @@ def count_steps(args, problems: list, tokenizer) -> int:
     return steps
 
 
-def load_policies(args, path: str, device, dtype, log: Log) -> tuple[Policy, Policy | None]:
-    """(the policy, the frozen initial model or None without a KL term)."""
+def load_policies(args, path: str, device, dtype, log: Log, **memory) -> tuple[Policy, Policy | None]:
+    """(the policy, the frozen initial model or None without a KL term). memory: see `plan.settle`."""
     machine, models = args.machine, []
-    recompute = device.type == "cuda" if machine.gradient_checkpointing == "auto" \
-        else machine.gradient_checkpointing == "on"
     say(f"Reading the weights of {path} ...")
     for trainable in (True, False) if args.kl_coef else (True,):
         loaded = load_model(path, machine.trust_remote_code)  # memory-mapped: the second takes no more memory
         if trainable:
             log.identify({"the weights of --model": weights_digest(loaded)})
         offload = machine.offload == "optimizer" or machine.offload == "reference" and not trainable
-        models.append(Policy(loaded, device, dtype, trainable, gradient_checkpointing=recompute,
-                             micro_tokens=machine.micro_tokens, plain=machine.plain, offload=offload,
+        models.append(Policy(loaded, device, dtype, trainable, plain=machine.plain, offload=offload,
                              max_length=args.max_prompt_tokens + args.max_new_tokens,
-                             way=models[0].way if models else None))
+                             way=models[0].way if models else None, **memory))
     return models[0], models[1] if args.kl_coef else None
 
 

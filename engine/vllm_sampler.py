@@ -34,7 +34,7 @@ def vllm_options(args, cuda: bool) -> dict:
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
         # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
         options = dict(gpu_memory_utilization=args.machine.gpu_memory, enable_sleep_mode=True,
-                       max_num_seqs=256, disable_custom_all_reduce=args.machine.tensor_parallel > 1)
+                       disable_custom_all_reduce=args.machine.tensor_parallel > 1)
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too

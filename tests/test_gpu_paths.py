@@ -91,6 +91,34 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
         startup.start_processes()
 
 
+@pytest.mark.parametrize("flags, hidden, refused", [
+    (dict(model="Qwen/Qwen3-4B"), None, True), (dict(model="Qwen/Qwen3-4B"), "0,1", True),
+    (dict(model="Qwen/Qwen3-4B"), "", False), (dict(model="Qwen/Qwen3-4B", plan=True), None, False),
+    (dict(model="smollm2"), None, False), ({}, None, False)])
+def test_a_torch_for_gpus_that_sees_none_is_one_sentence(monkeypatch, flags, hidden, refused):
+    """Else a driver that is too old means training on the CPU. CUDA_VISIBLE_DEVICES= asks for that."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    errors = "".join(options.with_values(ttrl.Args, flags).errors())
+    assert ("this torch is built for CUDA 13.0, but it sees no GPU: " in errors) == bool(errors) == refused
+
+
+@pytest.mark.parametrize("ranks_here, offload, threads", [("4", True, 2), ("16", True, 1), ("4", False, 1)])
+def test_offloaded_ranks_share_the_cores(monkeypatch, ranks_here, offload, threads):
+    """AdamW runs on them, and torchrun starts every rank with one thread."""
+    monkeypatch.setattr(fsdp.CPUOffloadPolicy, "__init__", lambda self: setattr(self, "pin_memory", False))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    with one_rank():
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        make_policy(offload=offload)
+        found = torch.get_num_threads()
+        torch.set_num_threads(1)
+    assert found == threads
+
+
 @pytest.mark.parametrize("capability, dtype, refused", [
     ((7, 5), "auto", True), ((7, 5), "float32", False), ((8, 0), "bfloat16", False)])
 def test_a_gpu_without_bfloat16_is_one_sentence(monkeypatch, capability, dtype, refused):

@@ -151,6 +151,15 @@ def test_head_equals_full_logits(chunked, rows, monkeypatch):
     is_the_models_own(policy, other.model, 300)
 
 
+def test_attention_in_which_every_head_has_keys_of_its_own_is_the_same(tmp_path, monkeypatch):
+    """What float32 gets on a GPU."""
+    model = tiny_model("Qwen2", tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    monkeypatch.setattr(logprobs, "ONE_HEAD_EACH", ("cpu",))
+    policy = make_policy(tmp_path)
+    assert policy.packed
+    is_the_models_own(policy, model, 64)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom", "OPT", "Phi"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_fast_head_of_other_architectures(tmp_path, name, recompute):

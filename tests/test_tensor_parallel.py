@@ -84,6 +84,23 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
     assert all(shares[i] == shares[i // per_engine * per_engine] for i in range(4))
 
 
+@pytest.mark.parametrize("engines, prompts, n, expected", [
+    (4, 2, 6, [[3], [3], [3], [3]]), (3, 2, 7, [[2, 2], [2, 2], [3, 3]]), (8, 3, 2, [[1]] * 6 + [[]] * 2),
+    (2, 3, 6, [[6, 6], [6]]), (1, 2, 6, [[6, 6]])])
+def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
+    """Samples of each piece of an engine. Sample i of a prompt draws from its seed + i, whoever makes it."""
+    work = [(prompt, base.Request([prompt], n, 100 * prompt, 9)) for prompt in range(prompts)]
+    pieces, parts = base.cut_work(work, n, engines)
+    shares = [pieces[engine::engines] for engine in range(engines)]
+    assert [[request.n for _, request in share] for share in shares] == expected
+    for prompt in range(prompts):
+        own = pieces[prompt * parts:(prompt + 1) * parts]
+        seeds = [request.seed + i for _, request in own for i in range(request.n)]
+        assert seeds == [100 * prompt + i for i in range(n)]
+        assert {(name, *request.prompt_ids, request.max_new_tokens) for name, request in own} == {
+            (prompt, prompt, 9)}
+
+
 @pytest.mark.parametrize("ranks, values, sentence", [
     (8, dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8."),
     (2, dict(tensor_parallel=2, sampler="hf"),

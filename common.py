@@ -1,9 +1,9 @@
 """Everything the six scripts share: problems and responses, options, and the functions that the loop calls.
 
 The scripts read as if there were one process. Under torchrun every rank runs the same script: `sample` shares
-the prompts among the ranks and gathers all responses on every rank, rewards are a deterministic function of
-the whole batch, and `policy.micro_batches` hands each rank its share of the update. One rank and N ranks
-compute the same update. engine/ holds what is only fast or safe.
+the prompts among the ranks and gathers all responses on every rank, rewards depend on the whole batch alone,
+and `policy.micro_batches` hands each rank its share: N ranks compute the update of one. engine/ holds what is
+only fast or safe.
 """
 
 from __future__ import annotations
@@ -67,11 +67,9 @@ class Rollout:
     """[T] sampled tokens, with the end-of-sequence token if the response finished."""
     sampler_logp: torch.Tensor
     """[T] float32, the sampler's log-probs of these tokens at the sampling temperature."""
-    finished: bool
-    """False: cut off at max_new_tokens."""
+    finished: bool  # False: cut off at max_new_tokens
     text: str = ""
-    answer: str | None = None
-    """Content of the last \\boxed{}, None without one."""
+    answer: str | None = None  # None: no \\boxed{} in it
     old_logp: torch.Tensor | None = None
     """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
     ref_logp: torch.Tensor | None = None
@@ -132,8 +130,7 @@ class Args:
     Or a file (examples/prompts): lines [system], [user], [assistant] begin its turns, {question} is in the
     last; without such lines it is plain text, for base models (docs/real.md)."""
     labels: Literal["majority", "gold"] = "majority"
-    """majority: the model's own answers vote. gold: only right answers do; in ttrl.py that is supervised
-    GRPO, the papers' upper bound."""
+    """majority: the model's own answers vote. gold: only right ones do (in ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1
     """Seeds of data order, sampling and subsets all derive from it."""
     epochs: CountOrZero = 80
@@ -276,11 +273,7 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
 
 
 def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes.
-
-    >>> majority([None, 1, 0, None, 0, None])
-    0
-    """
+    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
     counts = Counter(c for c in classes if c is not None)
     return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
@@ -334,8 +327,8 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     if average > 0.5 or exact and largest > allowed:
         raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
                         f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                        f"{allowed}); its weights or its prefix cache are stale, tokens that the model did "
-                        "not write have no mask 0, or it computes this model otherwise (--sampler).")
+                        f"{allowed}). Its weights or prefix cache are stale, tokens that the model did not "
+                        "write have no mask 0, or it computes this model otherwise (--sampler).")
     if not exact and average > 0.05:
         say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     run.log.lap("score")
@@ -386,7 +379,7 @@ def evaluate_benchmark(run: startup.Run, name: str, problems: list[Problem],
 
     An overlong problem has no prompt: its responses are empty, so they count as wrong."""
     args, graded = run.args, []
-    options = dict(top_p=run.args.eval_top_p, top_k=run.args.eval_top_k)
+    options = dict(top_p=args.eval_top_p, top_k=args.eval_top_k)
     temperature = 0.0 if greedy else args.eval_temperature
     samples = args.eval_samples if temperature else 1
     size = max(1, 4096 // samples)  # problems per engine call

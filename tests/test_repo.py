@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=3680, tools=1330, tests=7860, exercises=300, docs=400)
+MOST_LINES = dict(engine=3794, tools=1480, tests=8020, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

@@ -92,7 +92,8 @@ def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
     work = [(prompt, base.Request([prompt], n, 100 * prompt, 9)) for prompt in range(prompts)]
     pieces, parts = base.cut_work(work, n, engines)
     shares = [pieces[engine::engines] for engine in range(engines)]
-    assert [[request.n for _, request in share] for share in shares] == expected
+    for share, sizes in zip(shares, expected, strict=True):
+        assert [request.n for _, request in share] == sizes
     for prompt in range(prompts):
         own = pieces[prompt * parts:(prompt + 1) * parts]
         seeds = [request.seed + i for _, request in own for i in range(request.n)]

@@ -252,7 +252,7 @@ DIFFERENT_REPORTS = [
     [r"\pm 2021", r"2021"],
     [r"12:00", r"1:00"],
     [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
-    [r"\frac{1}{23}", r"\frac{12}{3}"]]
+    [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"]]
 
 
 @pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)

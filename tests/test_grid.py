@@ -163,6 +163,7 @@ def test_nothing_in_a_response_runs(browse, tmp_path):
     run = write_run(tmp_path / "<i>run", samples=[logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own],
                     votes=[line, line | dict(step=2)])
     page = browse([run])
+    assert "different answers could not be parsed and are compared as text, among them: " in page
     for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
         assert text in page
     for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):

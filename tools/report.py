@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from engine.answers import compared_as_text
 from engine.base import UserError
 from engine.log import read_jsonl
 from tools import plot
@@ -51,7 +52,8 @@ def vote_of(record: dict) -> dict:
 def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
-    votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
+    as_text: those of the kept votes' different answers that could not be parsed, so that only the same text
+    equals them. votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
     of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
     record = folder / "run.json"
     about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
@@ -68,9 +70,11 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
             kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
         elif line["step"] in shown:
             others.append(line)
+    answers = {entry["answer"] for vote in kept for entry in vote["classes"]} - {None}
+    as_text = sorted(answer for answer in answers if compared_as_text(answer))
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                votes=votes, kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+                answers=len(answers), as_text=as_text, votes=votes, kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
 def page_data(folders: list[Path]) -> dict:

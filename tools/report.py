@@ -52,9 +52,9 @@ def vote_of(record: dict) -> dict:
 def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
-    as_text: those of the kept votes' different answers that could not be parsed, so that only the same text
-    equals them. votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
-    of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
+    votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
+    of the script's own (`log.append`), both of at most 50 steps, evenly chosen. as_text: the kept votes'
+    answers that could not be parsed, so that only the same text equals them; answers: the number of all."""
     record = folder / "run.json"
     about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     args, votes, kept, others = about.get("args", {}), [], [], []
@@ -74,7 +74,8 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     as_text = sorted(answer for answer in answers if compared_as_text(answer))
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                answers=len(answers), as_text=as_text, votes=votes, kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+                answers=len(answers), as_text=as_text, votes=votes, kept=kept, others=others,
+                evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
 def page_data(folders: list[Path]) -> dict:

@@ -131,7 +131,7 @@ def attention(dtype: torch.dtype, most: float) -> str:
             expected = F.scaled_dot_product_attention(exact[0], keys, values, is_causal=True).transpose(1, 2)
         pairs = zip([found, *torch.autograd.grad((found.float() * weights).sum(), inputs)],
                     [expected, *torch.autograd.grad((expected * weights).sum(), exact)])
-        errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+        errors = [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
         worst = max(worst, *errors)
         del query, key, value, weights, inputs, exact, found, expected, pairs
         torch.cuda.empty_cache()  # for the runs

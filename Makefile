@@ -20,7 +20,7 @@ demo: .venv-lab
 lab: .venv-lab
 	$(LAB)/jupyter lab docs/lesson.ipynb
 
-# The same on a real pretrained model: docs/real.md
+# The same on a real pretrained model: docs/measured.md
 real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 

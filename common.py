@@ -102,7 +102,7 @@ class Args:
     these differ, else the released code's, else ours: its help says which. The rest is in `machine`."""
     model: str = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
-    comes as a package (docs/real.md), both with defaults of their own."""
+    comes as a package (docs/measured.md), both with defaults of their own."""
     dataset: str = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/fork.md)."""
     steps: CountOrZero = 0
@@ -128,7 +128,7 @@ class Args:
     prompt: str = "system"
     """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
     Or a file (examples/prompts): lines [system], [user], [assistant] begin its turns, {question} is in the
-    last; without such lines it is plain text, for base models (docs/real.md)."""
+    last; without such lines it is plain text, for base models (docs/fork.md)."""
     labels: Literal["majority", "gold"] = "majority"
     """majority: the model's own answers vote. gold: only right ones do (in ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1

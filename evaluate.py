@@ -55,7 +55,7 @@ REAL = dict(benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")
 @dataclass
 class Args:
     model: str = ""
-    """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a real one (docs/real.md)."""
+    """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a small real one."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal[*PRESETS] = "ttrl"

@@ -3,8 +3,8 @@
     python ttrl.py --model Qwen/Qwen2.5-Math-7B --plan --gpus 8 --gpu_gib 80
 
 The terms are those of dense decoders (Llama, Qwen) under FSDP2; of another model only the parameters are
-exact. Nothing here was measured on a GPU, so a run that may not fit is warned, not refused. docs/plan.md has
-a table of models and flags."""
+exact. Nothing here was measured on a GPU, so a run that may not fit is warned, not refused. docs/measured.md
+has a table of models and flags."""
 
 from __future__ import annotations
 

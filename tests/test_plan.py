@@ -1,4 +1,4 @@
-"""--plan: its terms by hand, what it says of runs that do not fit, and that docs/plan.md is up to date."""
+"""--plan: its terms by hand, what it says of runs that do not fit, and that docs/measured.md is up to date."""
 
 import re
 from types import SimpleNamespace
@@ -204,8 +204,8 @@ def test_a_model_that_is_no_dense_decoder_is_not_planned(capsys):
 
 
 def test_the_table_of_the_page_is_the_plans():
-    """docs/plan.md, a row for every model and machine."""
-    page = (ROOT / "docs/plan.md").read_text()
+    """docs/measured.md, a row for every model and machine."""
+    page = (ROOT / "docs/measured.md").read_text()
     rows = re.findall(r"\| (\S+) \| (\d) x (\d+) GB \| (.*?) \| ?(.*) \|\n", page)
     assert len(rows) == 4 * 6
     for name, gpus, gb, flags, cells in rows:

@@ -2,7 +2,7 @@
 
     python -m tools.compare                        # or `make compare`: gold GRPO and the six methods
     python -m tools.compare --set examples         # TTRL and the forks in examples/
-    python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/real.md
+    python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/measured.md
 
 Called again it goes on: finished runs are kept, and one that was cut off is resumed. A run with other
 arguments, or whose script, common.py, engine/ or toy has changed since, is set aside and made again. Ctrl-C

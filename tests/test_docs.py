@@ -18,7 +18,7 @@ from engine.options import Machine, parse
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
-HEADER = ["row", "command", "GPUs", "batches", "read", "paper"]
+HEADER = ["row", "command", "batches", "read", "paper"]
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
 METRIC = r"eval/[\w.]+/[\w@]+|(?:seconds|agreeing)/\w+|(?:pass|maj)@\w+|[a-z]+(?:_[a-z]+)+"
@@ -58,10 +58,10 @@ def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace
             continue
         for cells in cells_of_rows:
             assert len(cells) == len(HEADER), f"{page.name}: a row with {len(cells)} cells: {cells}"
-            row, command, gpus, batches, read, _ = cells
+            row, command, batches, read, _ = cells
             command = expand(command.strip("`"), variables) if command != "-" else ""
             where = f"{page.name}: {row}"
-            rows.append(SimpleNamespace(where=where, command=command, gpus=gpus, batches=batches, read=read))
+            rows.append(SimpleNamespace(where=where, command=command, batches=batches, read=read))
     return free, rows
 
 
@@ -125,10 +125,8 @@ def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
         check(where, command, capsys, monkeypatch)
     for row in rows:
         run = check(row.where, row.command, capsys, monkeypatch) if row.command else None
-        assert bool(run) == (row.gpus != "-"), row.where
         trains = run and run.name != "evaluate"
         assert row.batches == (str(batches(run.args)) if trains else "-"), row.where
-        assert not trains or run.world == int(row.gpus.split(" x ")[0]), row.where
 
 
 @pytest.mark.parametrize("name", MODULES)

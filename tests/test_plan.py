@@ -1,4 +1,4 @@
-"""--plan: its terms by hand, what it says of runs that do not fit, and that docs/measured.md is up to date."""
+"""--plan: its terms by hand, what it says of runs that do not fit, and that its table in docs is up to date."""
 
 import re
 from types import SimpleNamespace

@@ -72,7 +72,7 @@ class Args(common.Args):
     question_prompt: str = Z_0
     """z_0, the one prompt that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
     max_question_tokens: common.Count = 1024
-    """Of a response to z_0 (3.1: of a question). A question over --max_prompt_tokens is not solved."""
+    """Length limit of a response to z_0 (3.1: of a question). A question over --max_prompt_tokens is not solved."""
     filter: bool = True
     """Question filtering (section 2); --no-filter is Table 2's "w/o filtering"."""
     rq: bool = True
@@ -98,9 +98,9 @@ class Args(common.Args):
     train_samples: common.Count = 16
     """Solutions per question that are trained, all m (Eq. 14); if fewer, advantages are still over all m."""
     steps: common.CountOrZero = 1259
-    """Those of one epoch of DeepScaleR-40K (section 3.1): 40,315 problems (its card) in batches of 32."""
+    """One epoch of DeepScaleR-40K (section 3.1): 40,315 problems (its card) in batches of 32."""
     epochs: common.CountOrZero = 1
-    """With --dataset and --steps 0: one epoch (section 3.1)."""
+    """One epoch (section 3.1), with --dataset and --steps 0."""
     lr: common.NonNegative = 1e-6
     """Section 3.1: 1e-6."""
     num_minibatches: common.Count = 1

@@ -64,7 +64,7 @@ class Machine:
     plan: bool = False
     """Print the memory that this run takes, from the model's config alone, and exit."""
     gpus: CountOrZero = 0
-    """With --plan: GPUs to plan for; 0: torchrun's ranks."""
+    """GPUs that --plan plans for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True

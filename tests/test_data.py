@@ -271,7 +271,7 @@ def hub(monkeypatch):
 
 
 def rows_of(name, count):
-    """As many rows with the columns that the benchmark is known to have, and nothing else."""
+    """The benchmark's number of rows, with the columns that it is known to have and nothing else."""
     benchmark = BENCHMARKS[name]
     gpqa = data.GPQA if "gpqa" in name else ()
     columns = dict.fromkeys([benchmark.question, benchmark.answer, *gpqa], "1")

@@ -131,7 +131,7 @@ def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_commands_of_a_docstring_parse(name, capsys, monkeypatch):
-    """Of a script, or of the header of an example's diff."""
+    """A script's docstring, or the header of an example's diff."""
     text = load_script(name).__doc__
     if name in EXAMPLES:
         text = (ROOT / f"examples/{name}.diff").read_text().partition("--- ttrl.py")[0]

@@ -56,7 +56,7 @@ def evaluation_of(args) -> tuple:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(script):
-    """Those of docs/recipes without a prompt file, and the script without a flag."""
+    """The rows of docs/recipes without a prompt file, and the script without a flag."""
     settings = []
     for row in commands_of(ROOT / f"docs/recipes/{script}.md")[1]:
         run = understand(row.command) if row.command else None

@@ -74,7 +74,7 @@ FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_hi
 
 
 def fork_objective(name, seen, update):
-    """As equations.objective: the mean over responses of the means over tokens."""
+    """Mean over responses of the means over tokens, as equations.objective."""
     args, losses = seen.args, []
     for response, old, logp, kl, entropy in per_token(seen, update):
         wanted = OBJECTIVES.get(name, grpo)(args, response, logp, old, entropy)

@@ -129,7 +129,7 @@ def test_a_gpu_without_bfloat16_is_one_sentence(monkeypatch, capability, dtype, 
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
-    """By FSDP, as on a GPU; without it the sampler alone would round."""
+    """FSDP rounds, as on a GPU; without it the sampler alone would."""
     logps, rollouts = [], random_rollouts(4)
     with one_rank():
         for dtype in (torch.float32, torch.bfloat16):

@@ -163,7 +163,7 @@ def test_attention_in_which_every_head_has_keys_of_its_own_is_the_same(tmp_path,
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma", "GPT2", "Bloom", "OPT", "Phi"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_fast_head_of_other_architectures(tmp_path, name, recompute):
-    """Of random models with dropout, which is off; OPT's layers would drop while they are recomputed."""
+    """The models are random and have dropout, which is off; OPT's layers would drop while they are recomputed."""
     model, policy = tiny_model(name, tmp_path), make_policy(tmp_path, gradient_checkpointing=recompute)
     is_the_models_own(policy, model, 64)
 
@@ -207,7 +207,7 @@ class Peak(TorchDispatchMode):
 
 
 def test_a_loss_of_one_value_alone_takes_more_memory(tmp_path, monkeypatch):
-    """Of log-probs or of entropies, than one of both: chunks of logits are freed all the same."""
+    """A loss of log-probs or of entropies alone: chunks of logits are freed all the same."""
     tiny_model("Qwen2", tmp_path, vocab_size=4096)
     policy, peaks = make_policy(tmp_path), []
     policy.head.rows = logprobs.PlainHead.rows

@@ -93,7 +93,7 @@ def ended(process, timeout=300) -> SimpleNamespace:
 
 
 def metrics_of(folder):
-    """Without times, and without the difference of sampler and trainer, which is rounding."""
+    """The lines less times, and less the difference of sampler and trainer, which is rounding."""
     lines = untimed(read_lines(folder / "metrics.jsonl"))
     for line in lines:
         line.pop("logp_diff_max", None), line.pop("logp_diff_mean", None)

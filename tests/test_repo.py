@@ -64,6 +64,12 @@ def test_no_comprehension_stands_in_another():
     assert not found, found
 
 
+def test_a_docstring_begins_with_its_subject():
+    headless = re.compile(r'^\s*r?"""(Of|Those|As|With|By|Without)\b.*', re.MULTILINE)
+    found = [match[0] for name in files(".py") for match in headless.finditer((ROOT / name).read_text())]
+    assert not found
+
+
 # ------------------------------------------------ what imports what --------------------------------------
 def module_names() -> list[str]:
     named = []

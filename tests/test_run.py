@@ -484,7 +484,7 @@ def test_seeds_derive_from_step_and_problem_alone(watch):
 
 @pytest.mark.parametrize("module", [ttrl, scrl])
 def test_gold_answers_never_reach_the_weights(tmp_path, module):
-    """With nonsense as gold answers a run without --labels gold ends with the same weights."""
+    """A run without --labels gold ends with the same weights if its gold answers are nonsense."""
     rows = read_lines(ROOT / "toy/train.jsonl")[:8]
     for name, change in (("right", {}), ("nonsense", dict(answer="0"))):
         data = tmp_path / f"{name}.jsonl"

@@ -51,7 +51,7 @@ def flat(groups):
 
 
 def error(policy, groups, prompts=PROMPTS):
-    """Of the sampler's log-probs at temperature 0.8, relative to the policy's."""
+    """Error of the sampler's log-probs at temperature 0.8, relative to the policy's."""
     responses = rollouts(groups, prompts)
     policy.score_old(responses, 0.8)
     sampled = torch.cat([r.sampler_logp for r in responses])
@@ -182,7 +182,7 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it():
 
 
 def test_two_samples_draw_the_same_numbers():
-    """Of 1,000 steps of 8 problems: torch's CPU generator, which takes 32 bits of a seed, repeats streams."""
+    """1,000 steps of 8 problems: torch's CPU generator, which takes 32 bits of a seed, repeats streams."""
     requests = [Request([1], 2, seed_of(1, step, problem), 1) for step in range(1000) for problem in range(8)]
     samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
     first = uniform_numbers(samples, 1, CPU).flatten().tolist()

@@ -430,7 +430,7 @@ def forks_are_right(seen) -> None:
 
 
 def test_trunks_fork_as_in_algorithm_1(watch):
-    """Of trunks that may end, with what the model answers."""
+    """Trunks may end, and the model answers what it will."""
     seen = watch("ettrl", answers=None, max_new_tokens=72, forks=2, micro_tokens=4000)
     assert any(trunk.finished for group in seen.samples[0].groups for trunk in group)
     forks_are_right(seen)

@@ -124,7 +124,7 @@ def jobs_of(claim: Claim, seeds: list[int]) -> dict[Path, list[str]]:
 
 
 def values_of(claim: Claim, arm: str, seeds) -> list[float]:
-    """Of one arm; "start" and "start NAME" read the first arm's runs, a number is itself."""
+    """Value of one arm; "start" and "start NAME" read the first arm's runs, a number is itself."""
     start, _, name = arm.partition(" ")
     if start != "start" and ".py" not in arm:
         return [float(arm)] * len(seeds)
@@ -154,7 +154,7 @@ def judge(first: list[float], second: list[float], claim: Claim) -> dict:
 
 
 def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000) -> dict | None:
-    """Of two measures on rows of votes, by a bootstrap over problems; None if there are no such votes."""
+    """Difference of two measures on rows of votes, by a bootstrap over problems; None without such votes."""
     def measures(chosen: list[list[dict]]) -> list[float]:
         rows = [row for rows in chosen for row in rows]
         return [measured(rows, arm) for arm in claim.arms]
@@ -178,7 +178,7 @@ def holm(ps: dict[str, float]) -> dict[str, float]:
 
 # ------------------------------------------- the results ----------------------------------------------------
 def digest(claim: Claim) -> str:
-    """Of what a result depends on: with another record it must be made again."""
+    """Hash of what a result depends on: with another record it must be made again."""
     flags = REGIMES.get(claim.regime, {}).get("flags")
     record = [claim.arms, flags, claim.metric, claim.direction, claim.margin, claim.seeds, claim.held_out]
     return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
@@ -312,7 +312,7 @@ def draw_votes(rows: dict[int, list[dict]], out: Path) -> None:
 
 # ------------------------------------------------ the page --------------------------------------------------
 def page_rows() -> dict[str, dict]:
-    """Of every claim its record and, as far as it has run, what came out."""
+    """Every claim's record and, as far as it has run, what came out."""
     results, rows = read_results(), {}
     adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
     for claim in CLAIMS:

@@ -40,7 +40,7 @@ class Vote:
         self.right = [c == 0 for c in common.answer_classes(problem, responses, "gold")]
 
     def answer_of(self, c: int) -> str:
-        """As the first response of the class spells it."""
+        """The answer in the spelling of the class's first response."""
         return f"'{self.responses[self.classes.index(c)].answer}'"
 
 

@@ -100,9 +100,9 @@ class Policy:
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
-                 way: tuple[type, str] | None = None):
+                 way: tuple[type, str] | None = None, adapt=None):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
-        way: see trainer_way, which measures it if it is not given."""
+        way: see trainer_way, which measures it if it is not given. adapt: see startup.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
         self.model, text = model, model.config.get_text_config()
@@ -119,6 +119,8 @@ class Policy:
                 if getattr(module, "gradient_checkpointing", False):
                     module.training = True  # else it does not
                     vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
+        if adapt:
+            adapt(self)
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:

@@ -219,13 +219,15 @@ class Run:
     sampled: set = field(default_factory=set)  # (step, prompt.id)
 
 
-def start(args, make, train: bool = True, answer_keys=None, read_answer=None, generate=None) -> Run:
+def start(args, make, train: bool = True, answer_keys=None, read_answer=None, generate=None,
+          adapt=None) -> Run:
     """Refuse bad flags, model and data, then load weights. make: common.Problem. train: False to evaluate.
 
     For forks, the same on all ranks. Another task than mathematics: answer_keys (see Problem), used by votes,
     metrics and evaluation; read_answer(text, problem) -> the answer in a response, or None. Other
     sampling, in training and evaluation: generate(run, work, temperature, **options), which may call
-    common.generate."""
+    common.generate. adapt(policy) changes the model that is trained before it is sharded (examples/lora.diff).
+    """
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
     machine = args.machine
@@ -255,7 +257,7 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
         f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     policy = reference = None
     if train:
-        policy, reference = load_policies(args, path, device, dtype, log, **memory)
+        policy, reference = load_policies(args, path, device, dtype, log, adapt, **memory)
     if vllm:
         say("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(args, path, stop_ids, device, dtype, dummy=train)
@@ -276,7 +278,8 @@ def count_steps(args, problems: list, tokenizer) -> int:
     return steps
 
 
-def load_policies(args, path: str, device, dtype, log: Log, **memory) -> tuple[Policy, Policy | None]:
+def load_policies(args, path: str, device, dtype, log: Log, adapt,
+                  **memory) -> tuple[Policy, Policy | None]:
     """(the policy, the frozen initial model or None without a KL term). memory: see `plan.settle`."""
     machine, models = args.machine, []
     say(f"Reading the weights of {path} ...")
@@ -287,7 +290,8 @@ def load_policies(args, path: str, device, dtype, log: Log, **memory) -> tuple[P
         offload = machine.offload == "optimizer" or machine.offload == "reference" and not trainable
         models.append(Policy(loaded, device, dtype, trainable, plain=machine.plain, offload=offload,
                              max_length=args.max_prompt_tokens + args.max_new_tokens,
-                             way=models[0].way if models else None, **memory))
+                             way=models[0].way if models else None, adapt=adapt if trainable else None,
+                             **memory))
     return models[0], models[1] if args.kl_coef else None
 
 

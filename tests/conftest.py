@@ -294,10 +294,11 @@ class Watched:
         return self
 
     def policy_weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.run.policy.model.named_parameters()}
+        return {name: tensor.clone() for name, tensor in self.run.policy.named_tensors()}
 
     def gradient(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad.clone() for name, p in self.run.policy.model.named_parameters()}
+        named = self.run.policy.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.requires_grad}
 
     def _spy(self, run) -> None:
         call = self.calls.append
@@ -388,6 +389,8 @@ class Watched:
     def _clip(self, parameters, largest, clip=torch.nn.utils.clip_grad_norm_) -> torch.Tensor:
         update = self.update = self._update()
         update.weights, update.gradient = self.policy_weights(), self.gradient()
+        update.trained = {name: p.detach().double() for name, p in self.run.policy.model.named_parameters()
+                          if p.requires_grad}
         norm = clip(parameters, largest)
         update.grad_norm = float(norm)
         return norm

@@ -387,14 +387,17 @@ def relative_error(found, expected) -> float:
     return norm(difference) / norm(expected)
 
 
-def gradient_is_the_objectives(seen, objective=objective) -> None:
-    """Every optimizer step's gradient and the step's logged means are the printed objective's."""
+def gradient_is_the_objectives(seen, objective=objective, through=None) -> None:
+    """Every optimizer step's gradient and the step's logged means are the printed objective's.
+
+    through: makes the weights' gradient that of the parameters which are trained."""
     means = []
     for update in seen.updates:
         loss, logged = objective(seen, update)
         loss.backward()
         model = double_model(seen.args.model or builtin.TOY_MODEL)
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        expected = through(seen, update, expected) if through else expected
         assert relative_error(update.clipped, expected) < 1e-4
         logged["grad_norm"] = norm(expected)
         means.append(logged)

@@ -82,12 +82,24 @@ def fork_objective(name, seen, update):
     return torch.stack(losses).mean(), {}
 
 
+def of_adapters(seen, update, gradients):
+    """W + s B A: the gradient of A is s B^T G, that of B is s G A^T."""
+    found = {}
+    for name, tensor in update.trained.items():
+        layer, _, part = name.partition("parametrizations.weight.0.")
+        a, b = (update.trained[f"{layer}parametrizations.weight.0.{kind}"] for kind in "ab")
+        gradient = seen.args.lora_scale * gradients[layer + "weight"]
+        found[name] = b.T @ gradient if part == "a" else gradient @ a.T
+    return found
+
+
 @each_example
 def test_gradient_is_the_printed_objectives(name, watch):
     """Two minibatches with the clip active; the second one's old policy is not the current one."""
     seen = watch(name, **FLAGS_OF.get(name, {}))
     assert len(seen.updates) == 2 and seen.metrics[-1]["clip_fraction"] > 0.01
-    gradient_is_the_objectives(seen, functools.partial(fork_objective, name))
+    through = of_adapters if name == "lora" else None
+    gradient_is_the_objectives(seen, functools.partial(fork_objective, name), through)
 
 
 # What each rewards, from the answers and from full logits alone.
@@ -135,7 +147,7 @@ def initial_reward(seen, group):
 
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
-               co_rewarding=crossed_reward, srt=initial_reward)
+               co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)

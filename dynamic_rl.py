@@ -72,7 +72,7 @@ class Args(common.Args):
     question_prompt: str = Z_0
     """z_0, the one prompt that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
     max_question_tokens: common.Count = 1024
-    """Length limit of a response to z_0 (3.1: of a question). A question over --max_prompt_tokens is not solved."""
+    """Length limit of a question (3.1). A question over --max_prompt_tokens is not solved."""
     filter: bool = True
     """Question filtering (section 2); --no-filter is Table 2's "w/o filtering"."""
     rq: bool = True

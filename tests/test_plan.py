@@ -1,4 +1,4 @@
-"""--plan: its terms by hand, what it says of runs that do not fit, and that its table in docs is up to date."""
+"""--plan: its terms by hand, what it says of runs that do not fit, and its table in docs."""
 
 import re
 from types import SimpleNamespace

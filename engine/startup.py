@@ -226,8 +226,7 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
     For forks, the same on all ranks. Another task than mathematics: answer_keys (see Problem), used by votes,
     metrics and evaluation; read_answer(text, problem) -> the answer in a response, or None. Other
     sampling, in training and evaluation: generate(run, work, temperature, **options), which may call
-    common.generate. adapt(policy) changes the model that is trained before it is sharded (examples/lora.diff).
-    """
+    common.generate. adapt(policy) changes the policy's model before it is sharded (examples/lora.diff)."""
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
     machine = args.machine

@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=3680, tools=948, claims=382, tests=7860, exercises=300, docs=400)
+MOST_LINES = dict(engine=3680, tools=957, claims=380, tests=7853, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

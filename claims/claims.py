@@ -307,7 +307,7 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
         name = list(names)[i]
         for x, problems in zip(count(.16 * i - .24 if axis is left else 0), groups.values()):
             y, n = measured(sum(problems, []), name), sum(measured(rows, name) >= 0 for rows in problems)
-            low, high = stats.binomtest(round(y * n), n).proportion_ci(method="wilson")
+            low, high = stats.binomtest(round(y * n) if n else 0, n or 1).proportion_ci(method="wilson")
             axis.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=f"C{i}", capsize=3)
             axis.annotate(n, (x, low), (0, -12), textcoords="offset points", ha="center", fontsize=9)
         axis.set(xticks=range(len(groups)), xticklabels=groups, xlim=(-.5, len(groups) - .5))

@@ -1,16 +1,15 @@
-"""tools.claims: records, verdicts and values; the runs themselves are its user's."""
+"""claims.claims: records, verdicts and values; the runs themselves are its user's."""
 
 import dataclasses
 import json
 import random
-import sys
 
 import pytest
 from test_tools import make_run
 
 from engine.base import UserError
-from tools import claims
-from tools.claims import CLAIMS, REGIMES, Claim
+from claims import claims
+from claims.claims import CLAIMS, REGIMES, Claim
 
 PAIR = Claim("X", "", "", ["a.py", "b.py"], "HARD8", "end eval/train/pass@1", +1, .05, [1, 2, 3], [], "")
 
@@ -28,8 +27,9 @@ def test_every_claim_has_one_regime_no_rate_of_its_own_and_no_development_seed()
 
 def test_results_are_those_of_the_records_as_they_stand():
     results = claims.read_results()
-    assert results, "results/claims.json is empty"
-    assert (claims.ROOT / "docs/claims.md").read_text() == claims.page()
+    assert results, "claims/results.json is empty"
+    for path, text in claims.pages().items():
+        assert path.read_text() == text, path
 
 
 def test_a_changed_record_is_refused_in_one_sentence(tmp_path, monkeypatch):
@@ -39,13 +39,6 @@ def test_a_changed_record_is_refused_in_one_sentence(tmp_path, monkeypatch):
     claims.RESULTS.write_text(json.dumps({CLAIMS[0].id: dict(record="0" * 16)}))
     with pytest.raises(UserError, match=f"of another record of {CLAIMS[0].id}: the claim has changed"):
         claims.read_results()
-
-
-def test_an_unknown_claim_prints_the_claims(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["claims", "T99"])
-    with pytest.raises(SystemExit):
-        claims.main()
-    assert "ET5c" in capsys.readouterr().err
 
 
 # ------------------------------------------------ verdicts ----------------------------------------------

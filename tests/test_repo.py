@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(engine=3794, tools=1480, tests=8020, exercises=300, docs=400)
+MOST_LINES = dict(engine=3794, tools=1110, claims=380, tests=8050, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -94,13 +94,13 @@ def imports_of(module: str) -> set[str]:
 
 
 def test_imports_run_one_way_and_in_no_circle():
-    """engine <- common <- scripts <- tools; scripts never import each other."""
+    """engine <- common <- scripts <- tools <- claims; scripts never import each other."""
     graph = {module: imports_of(module) for module in module_names()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
     for module, imported in graph.items():
         if module in ("evaluate", *SCRIPTS):
             imported -= {"common"}
-        if not module.startswith(("tools", "docs", "exercises")):
+        if not module.startswith(("tools", "claims", "docs", "exercises")):
             assert all(name.startswith("engine.") for name in imported), (module, imported)
 
 

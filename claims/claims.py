@@ -1,17 +1,12 @@
 """The papers' claims, tested side by side: votes of the start model, and pairs of runs, one switch apart.
 
-    python -m tools.claims list      # every claim, its minutes, its verdict so far
-    python -m tools.claims votes     # what labels are worth: the start model is sampled once, no training
-    python -m tools.claims T4        # one claim (or several): its runs, figure, values and verdict
-    python -m tools.claims all       # all of the toy's, then docs/claims.md: hours; goes on where it stopped
-    python -m tools.claims page      # docs/claims.md anew, from results/claims.json
+    python -m claims.claims list     # every claim, its minutes, its verdict so far
+    python -m claims.claims votes    # what labels are worth: the start model is sampled once, no training
+    python -m claims.claims T4       # one claim (or several): its runs, figure, values and verdict
+    python -m claims.claims all      # all of the toy's, then the pages: hours; goes on where it stopped
+    python -m claims.claims page     # docs/claims.md and claims/README.md, from claims/results.json
 
-A claim is a row of tools/claims.csv, committed before its runs. Its arms share a regime, the learning rate
-included. Settings are chosen on seeds 101 and above; 1 to 8 are reported, and 11 to 18 run once, later.
-One rule gives all verdicts: *shown* if the 95% interval of the paired difference excludes 0 in the claimed
-direction and the mean exceeds the margin, *opposite* if it excludes 0 in the other, else *not shown here*.
-A claim about what happens where something else does (TTRL collapses) is *not testable here*, whatever its
-interval, if that does not happen in most of its runs: the record's `lacks`.
+A claim is a row of claims/claims.csv, committed before its runs. How verdicts are made: claims/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import os
 import random
 import re
 from dataclasses import dataclass
-from itertools import compress, product
+from itertools import compress, count, product
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -45,18 +40,18 @@ from tools import compare, plot
 from tools.explain import sample_votes
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, RUNS, IMAGES = ROOT / "results/claims.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
+RESULTS, RUNS, IMAGES = ROOT / "claims/results.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
 SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
 
 
 @dataclass
 class Claim:
-    """A row of tools/claims.csv."""
+    """A row of claims/claims.csv."""
     id: str
     says: str        # the paper's sentence
     place: str
     arms: list[str]  # commands; "start", the first arm's own; a number; of VOTES: two measures of `vote_row`
-    regime: str      # of tools/regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
+    regime: str      # of claims/regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
     metric: str      # see `value`
     direction: int   # of first arm less second, as the paper has it
     margin: float    # what the mean must exceed, in the metric's unit
@@ -71,8 +66,8 @@ class Claim:
         return self.says + (f" Here: {self.here}." if self.here else "")
 
 
-CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "tools/regimes.csv", index_col="regime").to_dict("index")
-for row in pandas.read_csv(ROOT / "tools/claims.csv", keep_default_na=False).to_dict("records"):
+CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "claims/regimes.csv", index_col="regime").to_dict("index")
+for row in pandas.read_csv(ROOT / "claims/claims.csv", keep_default_na=False).to_dict("records"):
     row["arms"] = [row.pop("first"), row.pop("second")]
     row["seeds"], row["held_out"] = [list(map(int, row[name].split())) for name in ("seeds", "held_out")]
     CLAIMS.append(Claim(**row))
@@ -190,7 +185,7 @@ def read_results() -> dict[str, dict]:
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
     if other:
-        raise UserError(f"results/claims.json has results of another record of {', '.join(other)}: the claim "
+        raise UserError(f"claims/results.json has results of another record of {', '.join(other)}: the claim "
                         "has changed since its runs. Delete its entry there and run it again.")
     return results
 
@@ -219,9 +214,19 @@ def run(claim: Claim, held_out: bool, workers: int) -> None:
           f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
     if not held_out:
         logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
-        panels = dict.fromkeys(["batch_pass@1", claim.metric.partition(" ")[2], "majority_ratio", "entropy"])
-        panels = [name for name in panels if name in logged]
-        plot.plot(list(jobs), IMAGES / f"{claim.id}.png", panels=panels)
+        panels = [name for name in curves_of(claim) if name in logged]
+        plot.plot(list(jobs), IMAGES / f"{figure_of(claim)}.png", panels=panels)
+
+
+def curves_of(claim: Claim) -> list[str]:
+    own = re.findall(r" (\w+)$", claim.metric)
+    return list(dict.fromkeys(["batch_pass@1", "majority_ratio", "entropy", *own]))
+
+
+def figure_of(claim: Claim) -> str:
+    """The id of the first claim with the same runs and curves: one figure serves them all."""
+    wanted = jobs_of(claim, claim.seeds)
+    return next(c.id for c in CLAIMS if jobs_of(c, c.seeds) == wanted and curves_of(c) == curves_of(claim))
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------
@@ -280,33 +285,36 @@ def votes(options) -> None:
         cells = []
         for size, problems in found.items():
             result = judge_votes(problems, claim)
-            interval = f"{result['low']:+.3f} to {result['high']:+.3f}" if result else ""
-            cells.append(f"{result['mean']:+.3f} ({interval}), {result['verdict']}" if result else "no votes")
+            words = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
+            cells.append(words.format(**result) if result else "no votes")
             if toy and size == 16:
                 keep(claim, "reported", result)
         print(f"| {claim.id} | {claim.sentence()} | {' | '.join(cells)} |")
     out = IMAGES / "votes.png" if toy else Path("votes.png")
-    draw_votes({size: sum(problems, []) for size, problems in found.items()}, out)
+    draw_votes(found, out)
     print(f"Figure: {out}")
 
 
-def draw_votes(rows: dict[int, list[dict]], out: Path) -> None:
-    """Four panels: labels and negatives over the number of votes, majorities over their share."""
-    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.4))
-    bins: dict[float, list[dict]] = {}
-    for row in rows[max(rows)]:
-        bins.setdefault(min(int(row["share"] * 8), 7) / 8 + .0625, []).append(row)
-    panels = (("how often right, over N", rows, ("reward right", "right | positive", "right", "pass@1")),
-              ("P(majority right), over its share", bins, ("right",)),
-              ("the majority's GRPO advantage, over its share", bins, ("advantage",)),
-              ("how often negative labels are right, over N", rows, ("negative right", "ungated right")))
-    for axis, (title, groups, names) in zip(axes, panels):
-        for name in names:
-            axis.plot(sorted(groups), [measured(groups[x], name) for x in sorted(groups)], "o-", label=name)
-        axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, dpi=90)
+def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
+    """How often labels are right; under each point the number of problems that its Wilson interval counts."""
+    agree = {"3 or less": [], "4, 5": [], "6, 7": [], "8 or more": []}
+    for (index, votes), rows in product(enumerate(agree, 1), found[16]):
+        agree[votes].append([row for row in rows if min(max(int(row["share"] * 8), 1), 4) == index])
+    names = {"reward right": "rewards", "right | positive": "SCRL's labels", "right": "majority labels",
+             "pass@1": "responses"}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 4), layout="constrained", sharey=True)
+    for i, axis, groups in [*((i, left, found) for i in range(len(names))), (2, right, agree)]:
+        name = list(names)[i]
+        for x, problems in zip(count(.16 * i - .24 if axis is left else 0), groups.values()):
+            y, n = measured(sum(problems, []), name), sum(measured(rows, name) >= 0 for rows in problems)
+            low, high = stats.binomtest(round(y * n) if n else 0, n or 1).proportion_ci(method="wilson")
+            axis.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=f"C{i}", capsize=3)
+            axis.annotate(n, (x, low), (0, -12), textcoords="offset points", ha="center", fontsize=9)
+        axis.set(xticks=range(len(groups)), xticklabels=groups, xlim=(-.5, len(groups) - .5))
+    left.set(ylabel="how often right", xlabel="votes on a problem", ylim=(0, 1))
+    right.set(xlabel="votes that agree, of 16", title="majority labels")
+    figure.legend(left.containers[::len(found)], names.values(), loc="outside upper left", ncols=4)
+    figure.savefig(out, dpi=100)
     pyplot.close(figure)
 
 
@@ -322,24 +330,23 @@ def page_rows() -> dict[str, dict]:
             verdict = "not testable here"
         minutes = len(jobs_of(claim, claim.seeds)) * REGIMES.get(claim.regime, dict(minutes=0))["minutes"]
         rows[claim.id] = dict(claim=claim, minutes=minutes, holm=adjusted.get(claim.id),
-                              result=parts.get("reported"), held_out=parts.get("held_out"), verdict=verdict)
+                              result=parts.get("reported"), held_out=parts.get("held_out"), verdict=verdict,
+                              figure=figure_of(claim) if minutes else "")
     return rows
 
 
-def page() -> str:
-    """docs/claims.md, from the records, the results and its template."""
-    rows, runs = page_rows(), {}  # claims share some runs
-    for claim in CLAIMS:
-        runs |= dict.fromkeys(jobs_of(claim, claim.seeds), claim.regime)
-    hours = sum(REGIMES[regime]["minutes"] for regime in runs.values() if regime != "REAL") / 60
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((ROOT / "tools/templates/claims.md").read_text(encoding="utf-8"))
-    return template.render(rows=rows, regimes=REGIMES, hours=hours) + "\n"
+def pages() -> dict[Path, str]:
+    """{path: text}, from the records, the results and the templates."""
+    texts = jinja2.FileSystemLoader(ROOT / "claims/templates")
+    jinja = jinja2.Environment(loader=texts, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+                               undefined=jinja2.StrictUndefined)
+    paths = ROOT / "docs/claims.md", ROOT / "claims/README.md"
+    return {path: jinja.get_template(path.name).render(rows=page_rows(), regimes=REGIMES) for path in paths}
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.claims", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser("python -m claims.claims", description=__doc__, formatter_class=shape)
     words = ["list", "votes", "all", "page", *[claim.id for claim in CLAIMS]]
     parser.add_argument("what", nargs="+", metavar="WHAT", choices=words, help="as above, or ids")
     parser.add_argument("--held_out", action="store_true", help="their held-out seeds, 11 to 18")
@@ -348,10 +355,10 @@ def main() -> None:
     parser.add_argument("--dataset", default="toy/hard.jsonl", help="of votes: Hub id, short name or file")
     parser.add_argument("--prompt", default="system", help="of votes: as in the scripts")
     parser.add_argument("--problems", type=int, default=96, help="of votes: the first so many")
-    parser.add_argument("--n", type=int, default=64, help="of votes: responses per problem, at least 8")
+    parser.add_argument("--n", type=int, default=64, help="of votes: responses per problem, at least 16")
     options = parser.parse_args()
-    if options.n < SIZES[0]:
-        parser.error(f"--n is {options.n}, but must be at least {SIZES[0]}, the smallest vote of the table.")
+    if options.n < 16:
+        parser.error(f"--n is {options.n}, but must be at least 16, the votes that are judged.")
     every = "all" in options.what
     chosen = [claim for claim in CLAIMS if claim.id in options.what or every and claim.regime != "REAL"]
     try:
@@ -363,8 +370,8 @@ def main() -> None:
         for claim in chosen:
             run(claim, options.held_out, max(1, options.workers))
         if every or "page" in options.what:
-            (ROOT / "docs/claims.md").write_text(page(), encoding="utf-8")
-            print("docs/claims.md is written.")
+            for path, text in pages().items():
+                path.write_text(text, encoding="utf-8")
     except UserError as error:
         parser.exit(1, f"Error: {error}\n")
 

@@ -10,6 +10,7 @@ from conftest import ROOT, run_toy
 
 import common
 import ttrl
+from engine.base import UserError
 from engine.log import vote_record
 from tools import report
 
@@ -142,7 +143,7 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     cells = "document.querySelectorAll('.grid rect')"
     click = f"{cells}[0].dispatchEvent(new MouseEvent('click'));"
     page = browse([run], "#2", click)
-    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept" in page
+    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in page
     assert '<output id="shown">1</output>' in page and 'class="chosen" x="0" y="0"' in page
     drag = "slider.value = 2; slider.dispatchEvent(new Event('input'));"
     page = browse([run], "#1-0", drag)  # the same problem's vote at another step
@@ -153,6 +154,37 @@ def test_two_runs_votes_stand_side_by_side(browse, tmp_path):
     page = browse([two_votes(tmp_path / "a"), two_votes(tmp_path / "b", answer="<i>5")], "#1-0")
     assert "a, step 1: 3 responses" in page and "b, step 1: 3 responses" in page
     assert page.index("<b>8</b>") < page.index("<b>&lt;i&gt;5</b>")
+
+
+def test_the_list_of_responses_is_filtered(browse, tmp_path):
+    rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0, advantage=-2.0)]
+    run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1], {"0": 1.0}) for step in (1, 2)])
+    choose = "{0}.value = '{1}'; for (const e of ['input', 'change']) {0}.dispatchEvent(new Event(e));"
+
+    def entries(box, value, runs):
+        return browse(runs, "#2", choose.format(box, value)).partition('id="found"')[2].partition("<nav")[0]
+
+    assert entries("words", "", [run]).count("<pre>") == 4
+    for i, value, text in ((0, "this step", "so 7"), (1, "wrong", "or 8"), (2, "reward below 0", "or 8")):
+        shown = entries(f"choices[{i}].box", value, [run])
+        assert shown.count("<pre>") == 2 and f"<pre>{text}</pre>" in shown
+    shown = entries("words", "OR 8", [run])
+    assert shown.count("<pre>") == 2 and "8 wrong</b>, gold 7, reward -1, advantage -2, 9 tokens" in shown
+
+
+def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
+    said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
+                 answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
+    run = write_run(tmp_path / "run", generations=said, metrics=[])
+    (run / "results.json").write_text(json.dumps(dict(results=dict(toy={"pass@1": 0.5}))))
+    page = browse([run], "", "choices[0].box.value = 'wrong'; filter();")
+    shown = page.partition('id="found"')[2].partition("<nav")[0]
+    assert "it is ?!" in shown and "it is 7" not in shown and "1 of 2 responses" in page
+    assert "<th>pass@1</th>" in page and "toy | 3 + 4?" in page and "<td>0.5</td>" in page
+    assert 'compared as text: "?!".' in page and "undefined" not in page and "reward" not in shown
+    (run / "generations.jsonl").unlink()
+    with pytest.raises(UserError, match="an evaluation without responses; give evaluate.py --save_gen"):
+        report.page_data([run])
 
 
 def test_nothing_in_a_response_runs(browse, tmp_path):

@@ -49,6 +49,18 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     pyplot.close()
 
 
+def test_pass_at_1_has_error_bars_where_one_seed_logs_them():
+    line = {"step": 2, "eval/toy/pass@1": 0.5, "eval/toy/stderr": 0.125, "reward": 1}
+    runs = {"one": [[line]], "two": [[line], [line]]}
+    errors = plot.errors_of(runs, "eval/toy/pass@1")
+    assert errors == {"one": {2: 0.125}, "two": {}} and plot.errors_of(runs, "reward")["one"] == {}
+    _, axis = pyplot.subplots()
+    plot.draw_panel(axis, "pass@1", {"one": [{2: 0.5, 3: 1.0}]}, plot.styles(["one"]), errors)
+    [bar] = axis.collections[0].get_segments()
+    assert bar.tolist() == [[2, 0.375], [2, 0.625]]
+    pyplot.close()
+
+
 def test_plot_writes_a_figure_or_a_sentence(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run", LINES)
     monkeypatch.setattr(sys, "argv", ["plot", str(run)])

@@ -10,7 +10,6 @@ from conftest import ROOT, run_toy
 
 import common
 import ttrl
-from engine.base import UserError
 from engine.log import vote_record
 from tools import report
 
@@ -157,34 +156,24 @@ def test_two_runs_votes_stand_side_by_side(browse, tmp_path):
 
 
 def test_the_list_of_responses_is_filtered(browse, tmp_path):
-    rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0, advantage=-2.0)]
-    run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1], {"0": 1.0}) for step in (1, 2)])
-    choose = "{0}.value = '{1}'; for (const e of ['input', 'change']) {0}.dispatchEvent(new Event(e));"
-
-    def entries(box, value, runs):
-        return browse(runs, "#2", choose.format(box, value)).partition('id="found"')[2].partition("<nav")[0]
-
-    assert entries("words", "", [run]).count("<pre>") == 4
-    for i, value, text in ((0, "this step", "so 7"), (1, "wrong", "or 8"), (2, "reward below 0", "or 8")):
-        shown = entries(f"choices[{i}].box", value, [run])
-        assert shown.count("<pre>") == 2 and f"<pre>{text}</pre>" in shown
-    shown = entries("words", "OR 8", [run])
-    assert shown.count("<pre>") == 2 and "8 wrong</b>, gold 7, reward -1, advantage -2, 9 tokens" in shown
+    rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0), response("eh", None, None)]
+    run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1, None], {}) for step in (1, 2)])
+    for change, text, n in (("0].box.value = 'this step'", "so 7", 3), ("1].box.value = 'right'", "so 7", 2),
+                            ("2].box.value = 'reward below 0'; words.value = 'OR 8'", "8 wrong</b>", 2)):
+        page = browse([run], "#2", f"choices[{change}; words.dispatchEvent(new Event('input'));")
+        shown = page.partition('id="found"')[2].partition("<nav")[0]
+        assert shown.count("<pre>") == n and text in shown
 
 
 def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
     said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
                  answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
-    run = write_run(tmp_path / "run", generations=said, metrics=[])
-    (run / "results.json").write_text(json.dumps(dict(results=dict(toy={"pass@1": 0.5}))))
+    run = write_run(tmp_path / "run", generations=said)
+    (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
     page = browse([run], "", "choices[0].box.value = 'wrong'; filter();")
+    assert "1 of 2 responses" in page and "<td>0.5</td>" in page and 'compared as text: "?!".' in page
     shown = page.partition('id="found"')[2].partition("<nav")[0]
-    assert "it is ?!" in shown and "it is 7" not in shown and "1 of 2 responses" in page
-    assert "<th>pass@1</th>" in page and "toy | 3 + 4?" in page and "<td>0.5</td>" in page
-    assert 'compared as text: "?!".' in page and "undefined" not in page and "reward" not in shown
-    (run / "generations.jsonl").unlink()
-    with pytest.raises(UserError, match="an evaluation without responses; give evaluate.py --save_gen"):
-        report.page_data([run])
+    assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown
 
 
 def test_nothing_in_a_response_runs(browse, tmp_path):

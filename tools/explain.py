@@ -29,9 +29,6 @@ from engine.options import defaults_of, with_values
 from evol_rl import Embedder
 
 
-WIDTH = 110
-
-
 class Vote:
     """N responses to one problem, with their mean token entropies [N] in nats, and their answer classes."""
 
@@ -122,10 +119,10 @@ def as_text(vote: Vote, embed=None) -> str:
         rows[-1] += [f"{values[i]:+.2f}" for values in columns.values()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    above = "".join(f"{name:>14}" for name in methods)
-    texts = [f"Problem: {vote.problem.question}", *sentences(vote, columns)]
-    problem, *said = [textwrap.fill(text, WIDTH) for text in texts]
-    return "\n".join([problem, "", above.rjust(len(lines[0])), *lines, "", *said, ""])
+    above = "".join(f"{name:>14}" for name in methods).rjust(len(lines[0]))
+    problem = textwrap.fill(f"Problem: {vote.problem.question}", 110)
+    said = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
+    return "\n".join([problem, "", above, *lines, "", *said, ""])
 
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:

@@ -138,10 +138,8 @@ def errors_of(runs: dict[str, list[list[dict]]], metric: str) -> dict[str, dict]
 
 
 def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style: dict[str, tuple],
-               errors: dict[str, dict] | None = None) -> None:
-    """A line per name, the mean over its seeds at the steps that all of them have; thin lines are seeds.
-
-    errors: errors_of's, drawn as bars of one standard error to each side."""
+               errors: dict[str, dict]) -> None:
+    """A line per name, the mean over its seeds at the steps that all have, with errors; thin lines: seeds."""
     for name, seeds in drawn.items():
         steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
         columns = []
@@ -150,7 +148,7 @@ def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style
         colour, line = style[name]
         axis.plot(steps, list(map(statistics.fmean, columns)), color=colour, linestyle=line, label=name,
                   marker="." if len(steps) < 10 else None)
-        if bars := (errors or {}).get(name):
+        if bars := errors.get(name):
             axis.errorbar(list(bars), [seeds[0][step] for step in bars], list(bars.values()), fmt="none",
                           ecolor=colour, elinewidth=1)
         for seed in seeds if len(seeds) > 1 else []:

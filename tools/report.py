@@ -44,8 +44,8 @@ def vote_of(record: dict) -> dict:
     shown = []
     for c, votes in Counter(classes).most_common():
         known = c is not None
-        mark = {} if gold_class is None else dict(right=c == gold_class)
-        rows = [mark | row | dict(number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
+        fact = dict(right=known and c == gold_class)
+        rows = [fact | row | dict(number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
         shown.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if known else None,
                           negative=known and c in negatives, gold=known and c == gold_class, rows=rows))
     shown.sort(key=lambda entry: entry["answer"] is None)
@@ -57,8 +57,8 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
 
     votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
     of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
-    record = folder / "run.json"
-    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    record = next(filter(Path.is_file, [folder / "results.json", folder / "run.json"]), None)
+    about = json.loads(record.read_text(encoding="utf-8")) if record else {}
     args, votes, kept, others = about.get("args", {}), [], [], []
     for line in read_jsonl(folder / "votes.jsonl"):
         number = numbers.setdefault(line["problem"], len(numbers))
@@ -74,51 +74,31 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
             others.append(line)
     answers = {entry["answer"] for vote in kept for entry in vote["classes"]} - {None}
     as_text = sorted(filter(compared_as_text, answers))
-    results = results_of(folder)
-    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}"
-               for name in (OF_EVALUATION if results else OPTIONS) if name in args]
+    names = OF_EVALUATION if "results" in about else OPTIONS
+    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                as_text=len(as_text), examples=as_text[:5], results=results, votes=votes, kept=kept,
-                others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+                as_text=len(as_text), examples=as_text[:5], results=about.get("results", {}), votes=votes,
+                kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
 def generations(folder: Path) -> list[dict]:
     """generations.jsonl of an evaluation as lines of samples.jsonl, one for each problem, without a label."""
     found: dict[str, dict] = {}
     for line in read_jsonl(folder / "generations.jsonl"):
-        name = f"{line['benchmark']} | {line['problem']}"
-        empty = dict(step=0, problem=name, gold=line["gold"], label={}, equal=[None], responses=[])
-        vote = found.setdefault(name, empty)
-        vote["equal"].append(line["answer_class"])
-        if line["correct"]:
-            vote["equal"][0] = line["answer_class"]
-        right = {} if line["gold"] is None else dict(right=line["correct"])
-        row = dict(text=line["response"][-2000:], answer=line["answer"], finished=line["finished"])
-        vote["responses"].append(row | right | dict(answer_class=line["answer_class"]))
+        name, c = f"{line['benchmark']} | {line['problem']}", line["answer_class"]
+        new = dict(step=0, problem=name, gold=line["gold"], label={}, equal=[None], responses=[])
+        vote = found.setdefault(name, new)
+        vote["equal"] = [c if line["correct"] else vote["equal"][0], *vote["equal"][1:], c]
+        vote["responses"].append(dict(text=line["response"][-2000:], answer=line["answer"], answer_class=c,
+                                      right=line["correct"], finished=line["finished"]))
     return list(found.values())
-
-
-def results_of(folder: Path) -> dict[str, dict]:
-    """The scores of an evaluation, {benchmark: {metric: value}}; of a run none."""
-    path = folder / "results.json"
-    return json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
-
-
-def lines_of(folder: Path) -> list[list[dict]]:
-    """A run's metrics; none of an evaluation. Raises UserError if the folder holds neither."""
-    if (folder / "generations.jsonl").is_file():
-        return [[]]
-    if (folder / "results.json").is_file():
-        raise UserError(f"'{folder}' is an evaluation without responses; "
-                        "give evaluate.py --save_generations.")
-    [seeds] = plot.read_runs([folder]).values()
-    return seeds
 
 
 def page_data(folders: list[Path]) -> dict:
     """All that the page shows: {runs, questions, curves}. Raises UserError if a folder holds no run."""
     numbers: dict[str, int] = {}
-    lines = list(map(lines_of, folders))
+    lines = [[[]] if (folder / "results.json").is_file() else [*plot.read_runs([folder]).values()][0]
+             for folder in folders]
     runs = [read_run(Path(folder), numbers) for folder in folders]
     named = {f"{run['method']} {i}": seeds for i, (run, seeds) in enumerate(zip(runs, lines))}
     for run, style in zip(runs, plot.styles(list(named)).values()):

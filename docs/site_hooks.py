@@ -65,7 +65,7 @@ def targets(path: Path) -> list[Path]:
 def listing(path: Path) -> str:
     """A page with a file's text, each line with an anchor: #L1, #L2, ..."""
     language = {".py": "python", ".diff": "diff", ".ipynb": "json", ".sh": "bash"}.get(path.suffix, "text")
-    return (f"---\nhide: [navigation, toc]\nsearch: {{boost: 0.5}}\n---\n# {path.relative_to(ROOT)}\n\n"
+    return (f"---\nhide: [toc]\nsearch: {{boost: 0.5}}\n---\n# {path.relative_to(ROOT)}\n\n"
             f"`````{language} linenums=\"1\"\n{path.read_text()}`````\n")
 
 

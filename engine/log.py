@@ -245,9 +245,9 @@ class Log:
         if self.rank == 0:
             for group in self.groups:
                 self.append("votes.jsonl", dict(step=step, **vote_record(group)))
-            # the same two problems whenever they come up
+            # the same problems whenever they come up
             self.groups.sort(key=lambda group: seed_of("watch", group["prompt"].question))
-            for group in self.groups[:2]:
+            for group in self.groups[:self.args.machine.log_texts]:
                 self.append("samples.jsonl", sample_record(step, group))
         if step == self.first_step < self.total_steps:
             self._say_how_long(step)
@@ -372,7 +372,7 @@ def sample_record(step: int, group: dict) -> dict:
     for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
         trained = i in group["trained"]
         rows.append(dict(
-            text=r.text[-2000 if i < 2 else -100:], answer=r.answer, answer_class=c, reward=round(reward, 6),
+            text=r.text[-2000 if i < 2 else -200:], answer=r.answer, answer_class=c, reward=round(reward, 6),
             trained=trained, advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}

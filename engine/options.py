@@ -80,6 +80,8 @@ class Machine:
     """Checkpoints kept."""
     max_bad_steps: Count = 5
     """Stop after so many optimizer steps in a row with a non-finite gradient; each is skipped and counted."""
+    log_texts: CountOrZero = 2
+    """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
     trust_remote_code: bool = False

@@ -142,7 +142,7 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     cells = "document.querySelectorAll('.grid rect')"
     click = f"{cells}[0].dispatchEvent(new MouseEvent('click'));"
     page = browse([run], "#2", click)
-    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept" in page
+    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in page
     assert '<output id="shown">1</output>' in page and 'class="chosen" x="0" y="0"' in page
     drag = "slider.value = 2; slider.dispatchEvent(new Event('input'));"
     page = browse([run], "#1-0", drag)  # the same problem's vote at another step
@@ -155,6 +155,27 @@ def test_two_runs_votes_stand_side_by_side(browse, tmp_path):
     assert page.index("<b>8</b>") < page.index("<b>&lt;i&gt;5</b>")
 
 
+def test_the_list_of_responses_is_filtered(browse, tmp_path):
+    rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0), response("eh", None, None)]
+    run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1, None], {}) for step in (1, 2)])
+    for change, text, n in (("0].box.value = 'this step'", "so 7", 3), ("1].box.value = 'right'", "so 7", 2),
+                            ("2].box.value = 'reward below 0'; words.value = 'OR 8'", "8 wrong</b>", 2)):
+        page = browse([run], "#2", f"choices[{change}; words.dispatchEvent(new Event('input'));")
+        shown = page.partition('id="found"')[2].partition("<nav")[0]
+        assert shown.count("<pre>") == n and text in shown
+
+
+def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
+    said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
+                 answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
+    run = write_run(tmp_path / "run", generations=said)
+    (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
+    page = browse([run], "", "choices[0].box.value = 'wrong'; filter();")
+    assert "1 of 2 responses" in page and "<td>0.5</td>" in page and 'compared as text: "?!".' in page
+    shown = page.partition('id="found"')[2].partition("<nav")[0]
+    assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown
+
+
 def test_nothing_in_a_response_runs(browse, tmp_path):
     rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
     texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
@@ -163,7 +184,6 @@ def test_nothing_in_a_response_runs(browse, tmp_path):
     run = write_run(tmp_path / "<i>run", samples=[logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own],
                     votes=[line, line | dict(step=2)])
     page = browse([run])
-    assert "different answers could not be parsed and are compared as text, among them: " in page
     for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
         assert text in page
     for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):

@@ -241,7 +241,7 @@ def test_a_sample_record_by_hand():
     assert by_name["advantage"] == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
     assert by_name["tokens"] == [1] * 8 and by_name["finished"] == [True] * 8
     # the ends of the texts: long ones of the first two, else short ones
-    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 50 + "y" * 50]
+    assert by_name["text"][1:3] == ["x" * 1950 + "y" * 50, "x" * 150 + "y" * 50]
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
     assert record["negatives"] == []
     assert sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]

@@ -46,6 +46,7 @@ def test_explain_shows_what_the_scripts_functions_give():
     reshaped = ettrl.reshape_advantages(advantages, explain.torch.tensor(entropies))
     assert columns["ETTRL A"] == pytest.approx(reshaped.tolist(), rel=1e-6)
     text = explain.as_text(vote)
+    assert max(map(len, text.splitlines())) <= 110
     assert f"u = {restrain.prompt_weight(4, 8):.2f}" in text
     assert f"p = 0.50 and R_q = {dynamic_rl.question_reward(0.5):.2f}" in text
     row = next(line.split() for line in text.splitlines() if line.lstrip().startswith("3 "))

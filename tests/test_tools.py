@@ -43,9 +43,19 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     folders = [make_run(tmp_path / f"a-seed{seed}", LINES) for seed in (1, 3)]
     assert list(plot.read_runs(folders)) == ["a"]
     _, axis = pyplot.subplots()
-    plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]))
+    plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]), {})
     assert axis.lines[0].get_xdata().tolist() == [1] and axis.lines[0].get_ydata().tolist() == [20.0]
     assert [line.get_ydata().tolist() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
+    pyplot.close()
+
+
+def test_pass_at_1_has_error_bars_where_one_seed_logs_them():
+    line = {"step": 2, "eval/toy/stderr": 0.125}
+    errors = plot.errors_of({"one": [[line]], "two": [[line], [line]]}, "eval/toy/pass@1")
+    assert errors == {"one": {2: 0.125}, "two": {}}
+    _, axis = pyplot.subplots()
+    plot.draw_panel(axis, "pass@1", {"one": [{2: 0.5, 3: 1.0}]}, plot.styles(["one"]), errors)
+    assert axis.collections[0].get_segments()[0].tolist() == [[2, 0.375], [2, 0.625]]
     pyplot.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -110,15 +111,18 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
 def as_text(vote: Vote, embed=None) -> str:
     """A problem, a table with a row for every response, and the sentences."""
     columns = columns_of(vote, embed)
-    rows = [["#", "response", "answer", "votes", "right", "H", *columns]]
+    methods = dict.fromkeys(title.split()[0] for title in columns)  # each has two columns
+    rows = [["#", "answer", "votes", "H", *(title.split()[1] for title in columns)]]
     for i, (response, c) in enumerate(zip(vote.responses, vote.classes)):
-        end, answer = " ".join(response.text.split())[-34:], str(response.answer)[:12]
-        right = "yes" if vote.right[i] else "no"
-        rows.append([str(i + 1), end, answer, str(vote.counts[c]), right, f"{vote.entropies[i]:.2f}"])
+        answer = str(response.answer)[:8]
+        rows.append([str(i + 1), answer, str(vote.counts[c]), f"{vote.entropies[i]:.2f}"])
         rows[-1] += [f"{values[i]:+.2f}" for values in columns.values()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    return "\n".join([f"Problem: {vote.problem.question}", "", *lines, "", *sentences(vote, columns), ""])
+    above = "".join(f"{name:>14}" for name in methods).rjust(len(lines[0]))
+    problem = textwrap.fill(f"Problem: {vote.problem.question}", 110)
+    said = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
+    return "\n".join([problem, "", above, *lines, "", *said, ""])
 
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:
@@ -159,8 +163,8 @@ def main() -> None:
         parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
     try:
         embed = Embedder(options.embedder) if options.embedder else None
-        print("R: rewards. A: advantages; RESTRAIN's are two (docs/restrain.md). H: a response's mean token "
-              "entropy, nats. ETTRL x: EAR's factor.")
+        print("R: rewards. A: advantages; RESTRAIN's are two (docs/restrain.md).\n"
+              "H: a response's mean token entropy, nats. ETTRL x: EAR's factor.\n")
         for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
             print(as_text(vote, embed))
     except UserError as error:

@@ -2,6 +2,7 @@
 
     python -m tools.report runs/NAME             # writes runs/NAME/report.html
     python -m tools.report runs/A runs/B         # their votes side by side, in runs/A/report.html
+    python -m tools.report runs/EVALUATION       # the responses of evaluate.py --save_generations
 
 The page needs no network. At its address, #20 shows step 20, #20-3 problem 3 at step 20. Whatever a response
 holds stays text: the page's script builds its elements from data and never from HTML.
@@ -25,6 +26,7 @@ SHOWN_STEPS = 50
 OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
     skipped_updates""".split()
 OPTIONS = "model dataset votes train_samples lr temperature seed".split()
+OF_EVALUATION = "model eval_samples eval_temperature eval_top_p max_new_tokens seed".split()
 TEMPLATE = Path(__file__).parent / "templates/report.html"
 
 
@@ -41,8 +43,9 @@ def vote_of(record: dict) -> dict:
     negatives = [own.get(str(name)) for name in record.get("negatives") or []]
     shown = []
     for c, votes in Counter(classes).most_common():
-        rows = [dict(row, number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
         known = c is not None
+        fact = dict(right=known and c == gold_class)
+        rows = [fact | row | dict(number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
         shown.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if known else None,
                           negative=known and c in negatives, gold=known and c == gold_class, rows=rows))
     shown.sort(key=lambda entry: entry["answer"] is None)
@@ -53,15 +56,14 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
     votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
-    of the script's own (`log.append`), both of at most 50 steps, evenly chosen. as_text: the kept votes'
-    answers that could not be parsed, so that only the same text equals them; answers: the number of all."""
-    record = folder / "run.json"
-    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
+    record = next(filter(Path.is_file, [folder / "results.json", folder / "run.json"]), None)
+    about = json.loads(record.read_text(encoding="utf-8")) if record else {}
     args, votes, kept, others = about.get("args", {}), [], [], []
     for line in read_jsonl(folder / "votes.jsonl"):
         number = numbers.setdefault(line["problem"], len(numbers))
         votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
-    records = read_jsonl(folder / "samples.jsonl")
+    records = read_jsonl(folder / "samples.jsonl") + generations(folder)
     steps = sorted({line["step"] for line in records})
     shown = set(steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1])
     for line in records:
@@ -71,23 +73,38 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
         elif line["step"] in shown:
             others.append(line)
     answers = {entry["answer"] for vote in kept for entry in vote["classes"]} - {None}
-    as_text = sorted(answer for answer in answers if compared_as_text(answer))
-    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
+    as_text = sorted(filter(compared_as_text, answers))
+    names = OF_EVALUATION if "results" in about else OPTIONS
+    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                answers=len(answers), as_text=as_text, votes=votes, kept=kept, others=others,
-                evaluations=read_jsonl(folder / "evaluations.jsonl"))
+                as_text=len(as_text), examples=as_text[:5], results=about.get("results", {}), votes=votes,
+                kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+
+
+def generations(folder: Path) -> list[dict]:
+    """generations.jsonl of an evaluation as lines of samples.jsonl, one for each problem, without a label."""
+    found: dict[str, dict] = {}
+    for line in read_jsonl(folder / "generations.jsonl"):
+        name, c = f"{line['benchmark']} | {line['problem']}", line["answer_class"]
+        new = dict(step=0, problem=name, gold=line["gold"], label={}, equal=[None], responses=[])
+        vote = found.setdefault(name, new)
+        vote["equal"] = [c if line["correct"] else vote["equal"][0], *vote["equal"][1:], c]
+        vote["responses"].append(dict(text=line["response"][-2000:], answer=line["answer"], answer_class=c,
+                                      right=line["correct"], finished=line["finished"]))
+    return list(found.values())
 
 
 def page_data(folders: list[Path]) -> dict:
     """All that the page shows: {runs, questions, curves}. Raises UserError if a folder holds no run."""
     numbers: dict[str, int] = {}
-    lines = [seeds for folder in folders for seeds in plot.read_runs([folder]).values()]
+    lines = [[[]] if (folder / "results.json").is_file() else [*plot.read_runs([folder]).values()][0]
+             for folder in folders]
     runs = [read_run(Path(folder), numbers) for folder in folders]
     named = {f"{run['method']} {i}": seeds for i, (run, seeds) in enumerate(zip(runs, lines))}
     for run, style in zip(runs, plot.styles(list(named)).values()):
         run["style"] = style
     logged = {name for seeds in lines for line in seeds[0] for name in line}
-    curves = {"Learning": plot.curves(named, [])}
+    curves = {"Learning": plot.curves(named, [])} if logged else {}
     if panels := [name for name in OPTIMIZER if name in logged]:
         curves["The optimizer"] = plot.curves(named, panels)
     return dict(runs=runs, questions=list(numbers), curves=curves)
@@ -103,7 +120,7 @@ def write_report(folders: list[Path], out: Path) -> None:
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=shape)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs or evaluations")
     parser.add_argument("-o", "--out", type=Path, help="default: report.html in the first run's folder")
     options = parser.parse_args()
     out = options.out or options.runs[0] / "report.html"

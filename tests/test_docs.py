@@ -18,7 +18,7 @@ from engine.options import Machine, parse
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
 PAGES = [ROOT / "README.md", ROOT / "claims/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
-HEADER = ["row", "command", "batches", "read", "paper"]
+HEADERS = [["row", "command", "paper"], ["row", "command", "read", "paper"]]
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
 METRIC = r"eval/[\w.]+/[\w@]+|(?:seconds|agreeing)/\w+|(?:pass|maj)@\w+|[a-z]+(?:_[a-z]+)+"
@@ -38,30 +38,44 @@ def tables(text: str) -> list[list[list[str]]]:
     return found
 
 
-def expand(text: str, variables: dict[str, str]) -> str:
-    """Shell variables replaced; one that the page does not set is an error."""
-    return re.sub(r"\$(\w+)", lambda name: variables[name[1]], text)
+def expand(text: str, variables: dict[str, list]) -> list[tuple[str, int | None]]:
+    """(text with shell variables replaced, the batches that the last of them states), one of each choice."""
+    found = [("", None)]
+    for plain, name in re.findall(r"([^$]*)(?:\$(\w+))?", text):
+        choices = variables[name] if name else [("", None)]
+        found = [(start + plain + value, n or own) for start, own in found for value, n in choices]
+    return found
+
+
+def assigned(value: str, comment: str, variables: dict[str, list]) -> list[tuple[str, int | None]]:
+    """What a variable may be: its value, or another one of its comment: "240 batches" or "or $AMC, $MATH"."""
+    stated = re.match(r"(\d+) batches", comment)
+    texts = [value, *re.findall(r"\$\w+", comment if comment.startswith("or ") else "")]
+    found = sum([expand(text, variables) for text in texts], [])
+    return [(text, int(stated[1]) if stated else n) for text, n in found]
 
 
 @functools.cache
 def commands_of(page: Path) -> tuple[list[tuple[str, str]], list[SimpleNamespace]]:
-    """(commands outside of recipe tables as (where, command), rows of recipe tables), all expanded."""
+    """(commands outside of recipe tables as (where, command), commands of recipe tables), all expanded."""
     text, variables, free, rows = page.read_text(), {}, [], []
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     for line in filter(None, blocks.replace("\\\n", " ").splitlines()):
-        if assignment := re.fullmatch(r'(\w+)="(.*)"', line):
-            variables[assignment[1]] = expand(assignment[2], variables)
+        if assignment := re.fullmatch(r'(\w+)="(.*)"(?: +# (.*))?', line):
+            variables[assignment[1]] = assigned(assignment[2], assignment[3] or "", variables)
         else:
-            free.append((f"{page.name}: {line}", expand(line, variables)))
+            free += [(f"{page.name}: {line}", command) for command, _ in expand(line, variables)]
     for header, *cells_of_rows in tables(text):
-        if header != HEADER:
+        if header not in HEADERS:
             continue
         for cells in cells_of_rows:
-            assert len(cells) == len(HEADER), f"{page.name}: a row with {len(cells)} cells: {cells}"
-            row, command, batches, read, _ = cells
-            command = expand(command.strip("`"), variables) if command != "-" else ""
-            where = f"{page.name}: {row}"
-            rows.append(SimpleNamespace(where=where, command=command, batches=batches, read=read))
+            assert len(cells) == len(header), f"{page.name}: a row with {len(cells)} cells: {cells}"
+            cell = dict(zip(header, cells))
+            own = re.search(r"(\d+) batches", cell["row"])
+            for command, n in expand(cell["command"].strip("`"), variables):
+                n = int(own[1]) if own else n
+                row = dict(where=f"{page.name}: {cell['row']}", command=command, batches=n)
+                rows.append(SimpleNamespace(**row, read=cell.get("read", "")))
     return free, rows
 
 
@@ -124,9 +138,20 @@ def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
     for where, command in free:
         check(where, command, capsys, monkeypatch)
     for row in rows:
-        run = check(row.where, row.command, capsys, monkeypatch) if row.command else None
-        trains = run and run.name != "evaluate"
-        assert row.batches == (str(batches(run.args)) if trains else "-"), row.where
+        run = check(row.where, row.command, capsys, monkeypatch)
+        assert run.world == (16 if "--nnodes 2" in row.command else 8), row.where
+        if run.name != "evaluate":
+            assert batches(run.args) == (row.batches or run.args.steps) > 0, row.where
+
+
+# As many commands as each method's page names
+COMMANDS = dict(ttrl=62, evol_rl=31, scrl=86, restrain=64, ettrl=38, dynamic_rl=29)
+
+
+@each_recipe
+def test_a_recipe_has_the_commands_that_its_methods_page_counts(page):
+    assert len(commands_of(page)[1]) == COMMANDS[page.stem]
+    assert f"[**{COMMANDS[page.stem]} commands**]" in (ROOT / f"docs/{page.name}").read_text()
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -59,8 +59,8 @@ def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(script):
     """The rows of docs/recipes without a prompt file, and the script without a flag."""
     settings = []
     for row in commands_of(ROOT / f"docs/recipes/{script}.md")[1]:
-        run = understand(row.command) if row.command else None
-        if run and run.name == script and not run.args.prompt.endswith(".txt"):
+        run = understand(row.command)
+        if run.name == script and not run.args.prompt.endswith(".txt"):
             settings.append(evaluation_of(run.args))
     preset = tuple(evaluate.PRESETS[script][name.removeprefix("eval_")] for name in SETTINGS)
     assert preset == max(settings, key=settings.count)

@@ -1,4 +1,4 @@
-"""What MkDocs must know of this repository: code as pages, terms at their lines, the notebook, the formulas.
+"""What MkDocs must know of this repository: code as pages, equations' functions, the notebook, the formulas.
 
 mkdocs.yml names this file; `make docs` runs it, in an environment of its own (requirements-docs.txt).
 """
@@ -16,30 +16,23 @@ KATEX = ROOT / ".docs/node_modules/katex/dist"
 CODE = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py", "common.py"]
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 BADGE = re.compile(r"^\[!\[tests\].*\n", re.MULTILINE)  # of README: its address is only right on GitHub
-TERM = re.compile(r"^(\|.*\| )`([^`]+)`( \| `(\w+)` \|)$", re.MULTILINE)
 RENDER = """const katex = require(process.argv[1]), found = JSON.parse(require('fs').readFileSync(0))
 console.log(JSON.stringify(found.map(([tex, block]) =>
     katex.renderToString(tex, {displayMode: block, throwOnError: true, strict: false}))))"""
 
 
-def line_of(script: str, function: str, code: str) -> int:
-    """The number of the line of code in a function (or class) of a script. Raises ValueError without one."""
-    lines = (ROOT / f"{script}.py").read_text().splitlines()
-    inside = False
-    for number, line in enumerate(lines, 1):
-        if line and not line[0].isspace() and line[0] != ")":
-            inside = re.match(rf"(def|class) {function}\b", line) is not None
-        if inside and line.strip().startswith(code):
+def line_of(script: str, function: str) -> int:
+    """The line where a function (or class) of a script begins. Raises ValueError without one."""
+    for number, line in enumerate((ROOT / f"{script}.py").read_text().splitlines(), 1):
+        if re.match(rf"(def|class) {function}\b", line):
             return number
-    raise ValueError(f"{script}.py, {function}: there is no line {code}")
+    raise ValueError(f"{script}.py has no function {function}")
 
 
-def terms(text: str) -> list[tuple[str, str]]:
-    """(line of code, function) of a page's tables that name the line of every term."""
-    found = []
-    for table in re.findall(r"^\|.*the line that computes it.*\n(?:\|.*\n)+", text, re.MULTILINE):
-        found += [(code, function) for _, code, _, function in TERM.findall(table)]
-    return found
+def functions(text: str) -> set[str]:
+    """The functions that a page's tables of equations name."""
+    tables = re.findall(r"^\|.*function in the script \|\n(?:\|.*\n)+", text, re.MULTILINE)
+    return set(re.findall(r"`(\w+)` \|$", "".join(tables), re.MULTILINE))
 
 
 def source_of(uri: str) -> Path:
@@ -120,10 +113,9 @@ def on_page_markdown(markdown, page, config, files):
     if uri.startswith("code/") and source.suffix == ".md" and not source.exists():
         return markdown  # a listing
     script = uri.removesuffix(".md")
-    for code, function in terms(markdown):
-        number = line_of(script, function, code)
-        address = f'<a href="../code/{script}.py/#L{number}"><code>{escaped(code)}</code></a>'
-        markdown = markdown.replace(f"| `{code}` | `{function}` |", f"| {address} | `{function}` |")
+    for name in functions(markdown):
+        address = f'<a href="../code/{script}.py/#L{line_of(script, name)}"><code>{name}</code></a>'
+        markdown = markdown.replace(f"| `{name}` |\n", f"| {address} |\n")
 
     def moved(link):
         target = (source.parent / link[1]).resolve()
@@ -131,10 +123,6 @@ def on_page_markdown(markdown, page, config, files):
 
     markdown = LINK.sub(moved, BADGE.sub("", markdown)).replace("<details>", '<details markdown="1">')
     return markdown.replace("```python\n>>>", "```pycon\n>>>")
-
-
-def escaped(code: str) -> str:
-    return code.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
 
 
 def on_page_content(html, page, config, files):

@@ -182,6 +182,7 @@ _TEXT_UNIT = rf"\\text\{{ ?(?:{_SYMBOLS}|{_WORDS}) ?\.?\}}"
 
 # Applied in this order, again and again until nothing changes.
 _REWRITES = [
+    (r"\.\.\.", r"\\ldots "),  # first, as the next one drops the points at the end
     (r"[.,;: \\]+$|^(?:[,= ]|\\(?:approx|therefore|Rightarrow|implies)(?![a-z]))+", ""),
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
@@ -194,7 +195,6 @@ _REWRITES = [
     (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),
     (r"\\not ?=|!=", r"\\ne "),
     (r"([<>])=", lambda match: {"<": r"\le ", ">": r"\ge "}[match[1]]),
-    (r"\.\.\.", r"\\ldots "),
     (r"\*\*", "^"),
     (r"\*", r"\\cdot "),
     (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),

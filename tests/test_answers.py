@@ -173,6 +173,14 @@ def test_a_gold_answer_is_read(value, expected):
 
 # ------------------------------------- spellings from public bug reports of graders ------------------------
 EQUAL_REPORTS = [
+    [r"x \not= 3", r"x\ne 3", "x != 3", r"\mathbb{R}\setminus\{3\}"], ["1, 2, ...", r"1, 2, \ldots"],
+    ["x >= 5", r"x\ge 5", r"\{x | x \ge 5\}", r"\{x\in\mathbb{R} : x\ge5\}"], ["x**2", "x^2"],
+    ["2*x", "2x", "{2}x"], [r"3\text{ million}", "3 million", "3,000,000", "3 000 000"],
+    ["3:05 PM", r"3:05\text{ p.m.}", "3:05 pm"], [r"\text{Evelyn}", "Evelyn", r"\operatorname*{Evelyn}"],
+    [r"\sqrt{2} (approximately 1.41)", r"\sqrt{2} \text{ (approx. 1.41)}", r"\sqrt{2}\text{ or about }1.41"],
+    [r"2x+c, c\in\mathbb{R}", "2x+c", r"2x+c \text{ for any real } c"], [r"5 \frac{\text{m}}{\text{s}}", "5"],
+    ["52 (base 8)", "52_8", "(52)_8", "52_{(8)}", r"52_{\text{eight}}"], ["3 x 10^5", "300000"],
+    [r"(1,2) \cup (3,4)", r"(1,2)\cup(3,4)", r"(3,4)\quad\cup\quad(1,2)"], ["1 if x=2", r"1\text{ if }x=2"],
     [r"1,050.", r"1050"],
     [r"x=12,345", r"12345"],
     [r"\text{1,005}", r"1005"],
@@ -252,7 +260,8 @@ DIFFERENT_REPORTS = [
     [r"\pm 2021", r"2021"],
     [r"12:00", r"1:00"],
     [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
-    [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"]]
+    [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"],
+    ["1, 2, ...", "1, 2"]]
 
 
 @pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)

@@ -1,11 +1,11 @@
-"""The pages' pictures, and the lines of code that their tables name, are today's."""
+"""The pages' pictures, and the functions that their tables name, are today's."""
 
 import re
 
 import pytest
 from conftest import ROOT, SCRIPTS
 from docs.pictures import PICTURES, main
-from docs.site_hooks import line_of, terms
+from docs.site_hooks import functions, line_of
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def test_a_picture_shows_what_it_draws(name, fresh):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_term_names_a_line_of_the_script(script):
-    found = terms((ROOT / f"docs/{script}.md").read_text())
+def test_an_equation_names_a_function_of_the_script(script):
+    found = functions((ROOT / f"docs/{script}.md").read_text())
     assert len(found) >= 2
-    for code, function in found:
-        assert line_of(script, function, code)
+    for name in found:
+        assert line_of(script, name)

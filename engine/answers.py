@@ -339,7 +339,8 @@ def _name_and_value(part: str) -> tuple[str, str]:
         named = re.fullmatch(_NAME, name)
     if named and len(sides) > 1:
         return name, sides[-1]
-    closed = not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", "".join(sides))  # 12\cdot5=60
+    numbers = {_number(side) for side in sides} - {None}  # 2=1 is no 1
+    closed = len(numbers) < 2 and not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", "".join(sides))  # 12\cdot5=60
     return "", sides[-1] if closed else "=".join(sides)
 
 

@@ -261,7 +261,7 @@ DIFFERENT_REPORTS = [
     [r"12:00", r"1:00"],
     [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
     [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"],
-    ["1, 2, ...", "1, 2"]]
+    ["1, 2, ...", "1, 2"], ["2=1", "1", "2"]]
 
 
 @pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)

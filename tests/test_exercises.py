@@ -56,6 +56,20 @@ def k3_of(d):
     return d.exp() - d - 1
 
 
+def highest_entropy(classes, entropies):
+    of_class = {c: max(h for x, h in zip(classes, entropies) if x == c) for c in classes}
+    return scrl.pseudo_labels(classes, [of_class[c] for c in classes])
+
+
+def absolute_majority(classes):
+    return ttrl.majority_reward(classes) * (2 * ttrl.majority_reward(classes).sum() > len(classes))
+
+
+def of_two_values(rewards):
+    share, n = rewards.mean(), len(rewards)
+    return (rewards - share) / ((share * (1 - share) * n / (n - 1)).sqrt() + 1e-6) if n > 1 else rewards * 0
+
+
 RIGHT = {1: ttrl.majority_reward, 2: ttrl.group_advantages, 3: scrl.pseudo_labels,
          4: restrain.restrain_advantages, 5: ettrl.reshape_advantages}
 WRONG = [  # exercise, function, words of the hint
@@ -63,6 +77,12 @@ WRONG = [  # exercise, function, words of the hint
     (1, lambda classes: votes(classes, majority(classes)), "Nobody has answered"),
     (1, lambda classes: 1 - ttrl.majority_reward(classes), "get 0"),
     (1, lambda classes: ttrl.majority_reward(classes[::-1]).flip(0), "A tie"),
+    (1, absolute_majority, "Whoever"),
+    (1, lambda classes: ttrl.majority_reward(classes) * 2 - 1, "get 0"),
+    (1, lambda classes: votes(classes, min((c for c in classes if c is not None), default=0)), "seen first"),
+    (2, of_two_values, "any numbers"),
+    (2, lambda r: (r - r.median()) / (r.std() + 1e-6), "Subtract"),
+    (2, lambda r: (r - r.mean()) / (r.var() + 1e-6), "Subtract"),
     (2, lambda r: (r - r.mean()) / (r.std(unbiased=False) + 1e-6), "biased"),
     (2, lambda r: r - r.mean(), "division"),
     (2, lambda r: (r - r.mean()) / r.std(), "0 / 0"),
@@ -75,17 +95,29 @@ WRONG = [  # exercise, function, words of the hint
     (3, lambda c, h: scrl.pseudo_labels(c, h, entropy_gate=False), "forgot the entropy"),
     (3, lambda c, h: scrl.pseudo_labels(c, [-x for x in h]), "wrong way"),
     (3, mean_of_answers, "mean over the N responses"),
+    (3, highest_entropy, "mean of an answer's"),
+    (3, lambda c, h: scrl.pseudo_labels(c, h) if scrl.pseudo_labels(c, h)[0] is not None else (None, set()),
+     "without a positive one"),
+    (3, lambda c, h: scrl.pseudo_labels(c, [x for x, a in zip(h, c) if a is not None] + [.3] * c.count(None)),
+     "those without an answer count"),
+    (3, lambda c, h: scrl.pseudo_labels(c, [x - 1e-9 * (a == c[-1]) for x, a in zip(h, c)]), "that is enough"),
     (4, no_penalty, "does not skip"),
     (4, lambda c, kappa: restrain.restrain_advantages(c, kappa + 1), "exactly kappa"),
     (4, lambda c, kappa: restrain.restrain_advantages([9 if x is None else x for x in c], kappa), "no label"),
     (4, weights_not_normalised, "sum to 1"),
     (4, split_after_the_sum, "before you add"),
+    (4, lambda c, kappa, delta=1., sigma=.5: restrain.restrain_advantages(c, kappa, 1.0, sigma), "delta"),
+    (4, lambda c, kappa, delta=1., sigma=.5: restrain.restrain_advantages(c, kappa, delta), "Sigma"),
+    (5, lambda a, h, alpha=.2, beta=.2: a * (1 + h.mean() - h).clamp(1 - alpha, 1 + beta), "relative"),
+    (5, lambda a, h, alpha=.2, beta=.2: ettrl.reshape_advantages(a, h, beta, alpha), "from below"),
     (5, lambda a, h: a * (2 - factors(h)), "wrong sign"),
     (5, lambda a, h: a * factors(h), "clip is missing"),
     (5, lambda a, h: torch.where(a > 0, ettrl.reshape_advantages(a, h), a), "both signs"),
     (5, lambda a, h: a * factors(h).clamp(0.8, 1.2), "All entropies are 0"),
     (6, lambda logp, ref: k3_of(logp - ref), "wrong sign"),
     (6, lambda logp, ref: logp - ref, "k1"),
+    (6, lambda logp, ref: (logp - ref) ** 2 / 2, "The value is exp(d)"),
+    (6, lambda logp, ref: k3_of(ref - logp).mean(), "The value is exp(d)"),
     (6, lambda logp, ref: k3_of(ref - logp) + 1, "- 1 is missing"),
     (6, lambda logp, ref: k3_of(ref - logp.detach()), "detached")]
 

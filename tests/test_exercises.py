@@ -98,7 +98,7 @@ WRONG = [  # exercise, function, words of the hint
     (3, highest_entropy, "mean of an answer's"),
     (3, lambda c, h: scrl.pseudo_labels(c, h) if scrl.pseudo_labels(c, h)[0] is not None else (None, set()),
      "without a positive one"),
-    (3, lambda c, h: scrl.pseudo_labels(c, [x for x, a in zip(h, c) if a is not None] + [.3] * c.count(None)),
+    (3, lambda c, h: scrl.pseudo_labels(c, [x if a is not None else .3 for x, a in zip(h, c)]),
      "those without an answer count"),
     (3, lambda c, h: scrl.pseudo_labels(c, [x - 1e-9 * (a == c[-1]) for x, a in zip(h, c)]), "that is enough"),
     (4, no_penalty, "does not skip"),

@@ -100,7 +100,7 @@ WRONG = [  # exercise, function, words of the hint
      "without a positive one"),
     (3, lambda c, h: scrl.pseudo_labels(c, [x if a is not None else .3 for x, a in zip(h, c)]),
      "those without an answer count"),
-    (3, lambda c, h: scrl.pseudo_labels(c, [x - 1e-9 * (a == c[-1]) for x, a in zip(h, c)]), "that is enough"),
+    (3, lambda c, h: scrl.pseudo_labels(c, [x - 1e-9 * (a == c[-1]) for x, a in zip(h, c)]), "is enough"),
     (4, no_penalty, "does not skip"),
     (4, lambda c, kappa: restrain.restrain_advantages(c, kappa + 1), "exactly kappa"),
     (4, lambda c, kappa: restrain.restrain_advantages([9 if x is None else x for x in c], kappa), "no label"),

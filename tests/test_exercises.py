@@ -57,8 +57,10 @@ def k3_of(d):
 
 
 def highest_entropy(classes, entropies):
-    of_class = {c: max(h for x, h in zip(classes, entropies) if x == c) for c in classes}
-    return scrl.pseudo_labels(classes, [of_class[c] for c in classes])
+    highest = {}
+    for c, h in zip(classes, entropies):
+        highest[c] = max(h, highest.get(c, 0.0))
+    return scrl.pseudo_labels(classes, [highest[c] for c in classes])
 
 
 def absolute_majority(classes):

@@ -26,7 +26,7 @@ from engine.formulas import formula_key
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)|"
                   r"(\\(?!begin|text)[a-zA-Z]+(?:\{[^{}]*\})*))")
 # a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
-_EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$]|"
+_EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|"
                     r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
                     r"\b(?:your|the|my|final|answer|result|here)\b)*", re.IGNORECASE)
 _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^\s=,()]*\)){0,20}\s*=\s*)?"
@@ -110,7 +110,7 @@ def _plain(text: str) -> str:
 
 def read_choice(text: str, choices: int) -> str | None:
     """The letter that a text chooses: "A. 42", "(A) 42", "Option A"; None of "A cat", "H_2O", "A or B"."""
-    letters, text = LETTERS[:choices], _plain(text).strip(" \t\n\"'\u201c\u201d")
+    letters, text = LETTERS[:choices], _plain(_ascii(text)).strip(" \t\n\"'\u201c\u201d")
     words = r"(?:(?i:the|my|final|correct|best|right|option|choice|answer|is)\b[\s:]*)*"
     behind = r"([.:)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2})|\Z)"
     match = re.fullmatch(rf"{words}([(\[]?)\s*([{letters}])\s*{behind}(.*)", text, re.DOTALL)
@@ -132,7 +132,7 @@ _SPELLINGS = {  # a command: the commands that mean the same
     r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname",
     r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
     r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq", "<": "lt", ">": "gt",
-    "|": "lvert rvert vert mid",
+    "|": "lvert rvert vert mid", r"\emptyset": "varnothing",
     r"\{": "lbrace", r"\}": "rbrace", "(": "langle", ")": "rangle", r"\ldots": "dots cdots dotsc",
     r"\approx": "simeq thickapprox approxeq doteq", r"\text{or}": "lor vee",
     r"\text{and}": "land wedge", r"\setminus": "backslash smallsetminus",
@@ -145,6 +145,7 @@ _SIGNS = {
     "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ",
     "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3001": ",",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
+    "\u3002": ".",
 }
 _SIGN = {}
 for _characters, _command in _SIGNS.items():
@@ -153,11 +154,12 @@ _FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt"
 _NAME = "(?:" + "|".join([
     # x, a_{1}, f(x), \theta, \Delta x, P(A), f^{-1}(3), Area(ABC), AB, m\angle ABC
     r"[a-zA-Z](?:_\{[^{}]*\})?'*(?:\([a-z]\))?",
-    rf"\\(?!(?:{_FUNCTIONS}|frac|mathbb)(?![a-z]))[a-zA-Z]+(?:_\{{[^{{}}]*\}})?(?: ?[a-z]|\([a-z]\))?",
+    rf"\\(?!(?:{_FUNCTIONS}|frac|mathbb|pi)(?![a-z]))[a-zA-Z]+(?:\{{\w\}})?(?:_\{{[^{{}}]*\}})?"
+    r"(?: ?[a-z]|\([a-z]\))?",
     r"(?:[fghFGHPQE]|\\Pr|\\mathbb\{[PE]\})'?(?:\^\{-1\})?[(\[][^()\[\]]*[)\]]",
     r"(?:[A-Za-z]{4,}|[A-Z][a-z]{2})(?:\([^()]*\))?",
     r"\|[A-Z]{2}\||\[[A-Z]{3,}\]|(?:m? ?\\(?:angle|triangle) ?)?[A-Z]{1,5}",
-    r"\\overline\{[A-Z]+\}|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}",
+    r"\\overline\{[A-Z]+\}|\\frac\{[a-zA-Z]{1,2}\}\{[a-zA-Z]{1,2}\}|[a-zA-Z]{1,2}:[a-zA-Z]{1,2}",
 ]) + ")"
 _NAMES = rf"\({_NAME}(?:, {_NAME})+\)"
 _MAGNITUDE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -185,6 +187,8 @@ _REWRITES = [
     (r"\.\.\.", r"\\ldots "),  # first, as the next one drops the points at the end
     (r"[.,;: \\]+$|^(?:[,= ]|\\(?:approx|therefore|Rightarrow|implies)(?![a-z]))+", ""),
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
+    (r"^(\\text\{)? ?(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?[: ]+(\})?",
+     lambda match: "" if match[2] else match[1] or ""),
     (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
     (r"\\operatorname\*", r"\\text"),
     (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))", ""),  # 10{,}080
@@ -202,6 +206,9 @@ _REWRITES = [
     (r"\\begin\{(?:[pbB]?|small)matrix\*?\}|\\begin\{array\}(?:\{[^{}]*\})?", r"\\begin{matrix}"),
     (r"\\end\{(?:[pbB]?matrix|smallmatrix|array)\*?\}", r"\\end{matrix}"),
     (r"[(\[] ?(\\begin\{matrix\}(?:(?!\\end).)*\\end\{matrix\}) ?[)\]]", r"\1"),
+    (r" ?& ?=", "="),
+    (r"(?:\\\{ ?)?\\begin\{(matrix|cases|aligned)\}([^&]*=[^&]*)\\end\{\1\}",
+     lambda match: match[2].replace("\\\\", ", ")),  # a system's solution
     # 3 million, 3:05 PM, for any real c
     (rf"(?<=[\d}}]) ?(\\text\{{)? ?(?i:({'|'.join(_MAGNITUDE)})s?)(?![a-zA-Z])",
      lambda match: rf"\cdot 10^{{{_MAGNITUDE[match[2].lower()]}}}{match[1] or ''}"),
@@ -214,10 +221,10 @@ _REWRITES = [
     # sets of real numbers
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
     (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z] ?\\in ?\\mathbb ?\{?R\}? ?\)?$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?[RZ]\}? ?\)?$", ""),
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b"
-     r"(?:\b(?:any|all|every|some|real|arbitrary|numbers?|constants?|is|an|[a-z])\b"
-     r"|\\text|\\in ?\\mathbb ?\{?R\}?|[{}, ])*$", ""),
+     r"(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?|constants?|is|are|an|[a-z])\b"
+     r"|\\text|\\in ?\\mathbb ?\{?[RZ]\}?|[{}, ])*$", ""),
     (rf"(?<=[\w}})!])(?:(?: |/|\\cdot|\\mu|(?<=\d)-)*{_TEXT_UNIT}{_POWER})+ ?$", ""),  # 5 \text{ cm}^2
     (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
     (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph){_POWER}"
@@ -240,7 +247,7 @@ _REWRITES = [
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),
-    (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z])", r"\\frac{\1}{\2}"),  # -1/2x
+    (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z]|\\(?:pi|sqrt))", r"\\frac{\1}{\2}"),  # -1/2x
     # only the space of "\cot x" means anything, and that of "2 3"
     (r"[, ]*\\cup[, ]*", r"\\cup "),
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),

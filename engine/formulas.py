@@ -134,7 +134,8 @@ def _coordinate(name: str, point: int, whole: bool):
     """The value of the symbol `name` at a point: the same in every formula."""
     seed = crc32(name.encode())
     if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
-        return sympy.Integer(1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4])
+        between = sympy.Rational(point % 2 * 3, 8) if name in ("x", "y", "z", "t") else 0
+        return 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4] + between
     if point < 2:
         sign = (1, -1)[point]  # |x| is not x,
     else:

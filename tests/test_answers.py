@@ -240,7 +240,14 @@ EQUAL_REPORTS = [
     [r"29.00", r"\$29.00", r"29"],
     [r"033", r"33"],
     [r"016", r"16"],
-    [r"a=1 \text{ or } a=-2", r"-2, 1"]]
+    [r"a=1 \text{ or } a=-2", r"-2, 1"],
+    [r"\vec{v}=(1,2)", r"(1,2)"], [r"\pi\approx3.14", r"\pi"], [r"a:b=2:3", "2:3"], [r"\frac{a}{b}=2", "2"],
+    [r"f(x)=ax+b, a,b\in\mathbb{R}", "ax+b"],
+    [r"k\pi, k\in\mathbb{Z}", r"k\pi\text{, where }k\text{ is an integer}"],
+    [r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+     r"\begin{aligned}x&=1\\y&=2\end{aligned}", "x=1,y=2"],
+    [r"\text{The answer is }5", r"\text{Answer: 5}", "5"], [r"1/2\pi", r"\frac{\pi}{2}"],
+    [r"\varnothing", r"\emptyset"]]
 DIFFERENT_REPORTS = [
     [r"S=\sum_{k=1}^{n}k", r"S=\prod_{k=1}^{n}k"],
     [r"f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases}", r"f(x)=\begin{cases}7 & x=0\\ 9 & x=1\end{cases}"],
@@ -261,7 +268,7 @@ DIFFERENT_REPORTS = [
     [r"12:00", r"1:00"],
     [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
     [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"],
-    ["1, 2, ...", "1, 2"], ["2=1", "1", "2"]]
+    ["1, 2, ...", "1, 2"], ["2=1", "1", "2"], [r"\lfloor x\rfloor", r"\lceil x\rceil", r"\lfloor x+1\rfloor"]]
 
 
 @pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)
@@ -298,7 +305,8 @@ def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
 @pytest.mark.parametrize("box, letter", [
     ("E - a polygenic score", "E"), (r"\boldsymbol{A}", "A"), (r"\mathsf{A}", "A"), (r"\rm A", "A"),
     (r"\left(A\right)", "A"), ("A~", "A"), ("(A) or (B)", None), ("A, B", None), ("A and C", None),
-    ("Option B", "B"), (r"\text{(D)}", "D"), ("D. c", "D"), ("[C]", "C"), ("A cat", None), ("K", None)])
+    ("Option B", "B"), (r"\text{(D)}", "D"), ("D. c", "D"), ("[C]", "C"), ("\uff08\uff23\uff09", "C"),
+    ("A cat", None), ("K", None)])
 def test_spellings_of_a_choice(box, letter):
     assert extract_answer(rf"\boxed{{{box}}}", choices=10) == letter
 

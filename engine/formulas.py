@@ -120,9 +120,10 @@ def _value_key(latex: str) -> str | None:
 def _values_at_points(expr) -> list:
     """70 digits at each of six points (60 if something is rounded); a single value without symbols."""
     whole = expr.has(sympy.floor, sympy.ceiling)
+    alone = len(expr.free_symbols) == 1
     values = []
     for point in range(60 if whole else 6) if expr.free_symbols else [0]:
-        coordinates = {x: _coordinate(x.name, point, whole) for x in expr.free_symbols}
+        coordinates = {x: _coordinate(x.name, point, whole, alone) for x in expr.free_symbols}
         if whole:
             values.append(expr.xreplace(coordinates).evalf(70))
         else:  # xreplace would compute huge exact powers first
@@ -130,12 +131,12 @@ def _values_at_points(expr) -> list:
     return values
 
 
-def _coordinate(name: str, point: int, whole: bool):
-    """The value of the symbol `name` at a point: the same in every formula."""
+def _coordinate(name: str, point: int, whole: bool, alone: bool):
+    """The value of the symbol `name` at a point, the same in every formula; alone: it has no other symbol."""
     seed = crc32(name.encode())
     if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
         between = sympy.Rational(point % 2 * 3, 8) if name in ("x", "y", "z", "t") else 0
-        return 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4] + between
+        return 1 + seed % 50 + point * (1 if alone else (1, 7, 11, 13)[seed % 4]) + between
     if point < 2:
         sign = (1, -1)[point]  # |x| is not x,
     else:

@@ -268,7 +268,8 @@ DIFFERENT_REPORTS = [
     [r"12:00", r"1:00"],
     [r"19, 46, \text{ and } 82", r"21, 36, and 82"],
     [r"\frac{1}{23}", r"\frac{12}{3}"], [r"7 = 11a+c", r"11a+c"],
-    ["1, 2, ...", "1, 2"], ["2=1", "1", "2"], [r"\lfloor x\rfloor", r"\lceil x\rceil", r"\lfloor x+1\rfloor"]]
+    ["1, 2, ...", "1, 2"], ["2=1", "1", "2"], [r"\lfloor x\rfloor", r"\lceil x\rceil", r"\lfloor x+1\rfloor"],
+    [r"\lfloor\sqrt{n-1}\rfloor", r"\lfloor\sqrt{n-2}\rfloor"]]
 
 
 @pytest.mark.parametrize("spellings", EQUAL_REPORTS, ids=str)
@@ -388,6 +389,14 @@ def test_different_gold_answers_differ(name):
     golds = list(dict.fromkeys(gold for raw in golds_of(name) for gold in normal_golds(raw)[:1]))
     assert set(merged(golds).values()) - EQUAL_GOLDS == set()
     assert [gold for gold in golds if normal_form(gold) != gold] == []
+
+
+@pytest.mark.parametrize("name", BENCHMARKS[:2])
+def test_a_gold_answer_with_another_digit_differs(name):
+    """Also in formulas, intervals, matrices and units' numbers."""
+    golds = [str(gold) for gold in golds_of(name) if re.search(r"\d", str(gold))]
+    changed = [re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), gold, count=1) for gold in golds]
+    assert [gold for gold, other in zip(golds, changed) if answers_equal(gold, other)] == []
 
 
 # ------------------------------------------------------ hostile ---------------------------------------------

@@ -1,9 +1,10 @@
-"""Everything the six scripts share: problems and responses, options, and the functions that the loop calls.
+"""What the six scripts share: problems and responses, options, and the functions of the loop, by its steps:
+evaluate (1); next_prompts, sample (2); answer_classes, majority, subset (3); check_sampler (5);
+learning_rate, minibatches (6). engine/ holds what is only fast or safe, also restore, save_when_due, launch.
 
 The scripts read as if there were one process. Under torchrun every rank runs the same script: `sample` shares
 the prompts among the ranks and gathers all responses on every rank, rewards depend on the whole batch alone,
-and `policy.micro_batches` hands each rank its share: N ranks compute the update of one. engine/ holds what is
-only fast or safe.
+and `policy.micro_batches` hands each rank its share: N ranks compute the update that one would.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from engine.base import share_of_rank, write_atomically
 from engine.log import read_jsonl
 from engine.metrics import grade, mean, summary
 from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
-from engine.options import PositiveShare, Share
 from engine.policy import check_batch
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts and forks call them common.X
+from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts call them common.SMOLLM2
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
-from engine.options import Finite as Finite, launch as launch
+from engine.options import Finite as Finite, PositiveShare, Share, launch as launch
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -144,7 +144,7 @@ class Args:
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (the released codes; no paper gives one)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """mixed (ours): an optimizer step has all prompts' responses. by_prompt: one by one (EVOL-RL Table 3)."""
+    """mixed (ours): responses at random, of all prompts. by_prompt: prompt after prompt (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
     """Ratios are clipped at 1 - clip_low (the released codes; ETTRL 3.1: typically 0.2) ..."""
     clip_high: NonNegativeOrInf = 0.2
@@ -204,9 +204,9 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
            stop: list[str] = ()) -> list[list[Rollout]]:
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
 
-    Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt. stop: texts that
-    end a response (kept at its end). Raises ValueError if a prompt.id was sampled in this step already: it
-    would get the same responses again."""
+    Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt (less if a fork
+    made it longer). stop: texts that end a response (kept at its end). Raises ValueError if a prompt.id was
+    sampled in this step already: it would get the same responses again."""
     args, work = run.args, []
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
         if (step, prompt.id) in run.sampled:
@@ -215,9 +215,9 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-    run.log.lap("sync")
+    run.log.lap("sync")  # the seconds since the last lap
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
-    work, parts = cut_work(work, n, engines)  # a fork's own sampling gets its prompts whole
+    work, parts = cut_work(work, n, engines)  # so that no engine idles; a fork's own sampling gets it whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
     samples = (run.generate or generate)(run, mine, args.temperature, **options)
@@ -320,9 +320,9 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
     differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
     difference = torch.cat([torch.zeros(0), *differences])
-    difference = difference[difference.isfinite()]
-    largest = max(all_gather(float(difference.max()) if len(difference) else 0.0))
-    average = max(all_gather(float(difference.mean()) if len(difference) else 0.0))
+    difference = difference[difference.isfinite()]  # the update skips and counts what is not
+    largest = float(difference.max()) if len(difference) else 0.0
+    average = float(difference.mean()) if len(difference) else 0.0
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
     if average > 0.5 or exact and largest > allowed:
         raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
@@ -335,6 +335,15 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     return dict(logp_diff_max=largest, logp_diff_mean=average)
 
 
+def learning_rate(args: Args, step: int, total_steps: int) -> float:
+    """Linear warm-up that starts above 0, then a cosine to 0 after the last step."""
+    warm = max(1, round(args.warmup * total_steps))
+    if step <= warm and args.warmup:
+        return args.lr * step / warm
+    progress = (step - warm) / max(1, total_steps + 1 - warm)
+    return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
 def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollout]]:
     """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt.
 
@@ -345,15 +354,6 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
         return [train[k * len(train) // n:(k + 1) * len(train) // n] for k in range(n)]
     mixed = random.Random(seed_of(args.seed, "split", step)).sample(train, len(train))
     return [mixed[k::n] for k in range(n)]
-
-
-def learning_rate(args: Args, step: int, total_steps: int) -> float:
-    """Linear warm-up that starts above 0, then a cosine to 0 after the last step."""
-    warm = max(1, round(args.warmup * total_steps))
-    if step <= warm and args.warmup:
-        return args.lr * step / warm
-    progress = (step - warm) / max(1, total_steps + 1 - warm)
-    return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 # ----------------------------------------------------- evaluation -------------------------------------------

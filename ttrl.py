@@ -19,7 +19,7 @@ Why it works, a worked example: docs/ttrl.md. The tables' rows as commands: docs
     python ttrl.py --model Qwen/Qwen2.5-Math-1.5B --dataset aime24                     # one GPU
     torchrun --nproc-per-node 8 ttrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30
 
-Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per response token.
 """
 
 import math
@@ -69,12 +69,12 @@ def main(args: Args) -> None:
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
     for step in range(done + 1, run.total_steps + 1):
-        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        # 1. Sync: the sampler takes the policy's weights. If an evaluation is due, they are evaluated.
         sampler.load(policy.named_tensors())
         if log.evaluation_is_due(step - 1):
             common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        # 2. Sample N responses to every prompt at --temperature: each rank a share, then all ranks have all.
         prompts = common.next_prompts(args, run.problems, step)
         groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
@@ -82,7 +82,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        # 5. Check: the sampler's log-probs must be close to old_logp, else it ran other weights: an error.
         logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
@@ -121,7 +121,7 @@ def main(args: Args) -> None:
                     loss_T = loss_T + args.kl_coef * kl_T
                     log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                loss.backward()  # gradients add up over micro-batches and ranks
+                loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
@@ -131,7 +131,7 @@ def main(args: Args) -> None:
 
         # 7. Log the step, and save a checkpoint when it is due.
         log.step(step, train, lr=lr, **logp_diff)
-        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+        common.save_when_due(run, step, optimizer)  # and before an evaluation; after a signal it exits
 
     policy.save(log.path / "final", run.tokenizer)
     if log.evaluation_is_due(run.total_steps):

@@ -1,11 +1,14 @@
 """ETTRL: Balancing Exploration and Exploitation in LLM Test-Time RL via Entropy Mechanism (Liu et al. 2025,
 arXiv:2508.11356).
 
-The idea: many tokens of 64 parallel responses are redundant, so sample few trunks and fork them where the
-model was unsure (ETMR: TreeRL's rollouts, with a vote). And early in training few responses win the
-vote, often wrongly, and GRPO pays few winners most; so multiply every trained response's advantage by 0.8 to
-1.2, by less if its entropy is above its group's average (EAR). "Unsure" is two things in the paper: its text
-forks at tokens of high entropy (Eq. 4), Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
+The idea: many tokens of 64 parallel responses are redundant, and a few uncertain ones ("but", "however") make
+responses differ. So sample few trunks and fork them at such tokens (ETMR: TreeRL's rollouts, with a vote):
+that takes fewer tokens and, the paper says, gives more diverse responses and better labels. And early in
+training few responses win the vote, often wrongly, and GRPO pays few winners most. Some of them have high
+entropy: the model was not sure of them. So multiply every trained response's advantage by 0.8 to 1.2, by less
+if its entropy is above its group's average (EAR): relative, since the size of entropies differs between data
+and models. "Uncertain" is two things in the paper: its text forks at tokens of high entropy (Eq. 4),
+Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
 
     ETMR       M trunks, whole responses; score_t = -log pi(y_t) of their tokens                 (Algorithm 1)
                at each trunk's N highest scores draw token t anew and go on, B times
@@ -14,9 +17,9 @@ forks at tokens of high entropy (Eq. 4), Algorithm 1 at tokens of low probabilit
     EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)
                Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
                Adv-Clip  A_i = clip(A_i, -bound, bound), the paper's other beta                       (Eq. 15)
-    The reward, A_i and the loss are TTRL's (ttrl.py); its KL term is not ETTRL's (3.1). The paper tests ETMR
-    and EAR each alone; here both are on unless turned off. (Eq. 12 scales unsure responses down; the text
-    after Eq. 14 says the opposite.)
+    The reward, A_i and the loss are TTRL's (ttrl.py); the KL term stands in none of ETTRL's equations (3.1),
+    and ETTRL names no entropy bonus. The paper tests ETMR and EAR each alone; here both are on unless turned
+    off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
     Below, N counts the forks of a trunk in the options alone; in shapes it counts responses, as everywhere.
 
 Why it works, a worked example: docs/ettrl.md. The tables' rows as commands: docs/recipes/ettrl.md.
@@ -26,7 +29,7 @@ Why it works, a worked example: docs/ettrl.md. The tables' rows as commands: doc
     torchrun --nproc-per-node 8 ettrl.py --model Qwen/Qwen2.5-Math-1.5B --advantage none     # ETMR: Table 1
     torchrun --nproc-per-node 8 ettrl.py --model Qwen/Qwen2.5-Math-1.5B --rollout parallel   # EAR: Table 2
 
-Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per response token.
 """
 
 import math
@@ -66,7 +69,8 @@ class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
     kl_coef: common.NonNegative = 0.001
-    """Not ETTRL's ("No KL penalty", 3.1): TTRL's code, whose configuration section 4 follows; 0: none."""
+    """In no equation of ETTRL ("No KL penalty", 3.1): TTRL's code has it, whose configuration section 4
+    follows; 0: none."""
     eval_greedy: bool = True
     """Section 4: greedy; but the tables' values fit means of 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
 
@@ -139,7 +143,7 @@ def reshape_advantages(advantages: torch.Tensor, entropies: torch.Tensor, alpha:
 
 
 def clip_advantages(advantages: torch.Tensor, beta: float = 2.0) -> torch.Tensor:
-    """clip(A_i, -beta, beta); [G] -> [G]. ETTRL Eq. 15, Adv-Clip.
+    """clip(A_i, -beta, beta); [G] -> [G]. ETTRL Eq. 15, Adv-Clip, the paper's comparison without entropy.
 
     >>> clip_advantages(torch.tensor([5.0, -0.2]))
     tensor([ 2.0000, -0.2000])
@@ -224,12 +228,12 @@ def main(args: Args) -> None:
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
     for step in range(done + 1, run.total_steps + 1):
-        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        # 1. Sync: the sampler takes the policy's weights. If an evaluation is due, they are evaluated.
         sampler.load(policy.named_tensors())
         if log.evaluation_is_due(step - 1):
             common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        # 2. Sample N responses to every prompt at --temperature: each rank a share, then all ranks have all.
         prompts = common.next_prompts(args, run.problems, step)
         if args.rollout == "etmr":
             groups, cost = tree_rollouts(run, step, prompts, args)
@@ -240,7 +244,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
@@ -259,7 +263,7 @@ def main(args: Args) -> None:
         for _, trained in groupby(train, key=attrgetter("prompt_ids")):
             reshape_by_entropy(list(trained), args)
 
-        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        # 5. Check: the sampler's log-probs must be close to old_logp, else it ran other weights: an error.
         logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
@@ -283,7 +287,7 @@ def main(args: Args) -> None:
                     loss_T = loss_T + args.kl_coef * kl_T
                     log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                loss.backward()  # gradients add up over micro-batches and ranks
+                loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
@@ -293,7 +297,7 @@ def main(args: Args) -> None:
 
         # 7. Log the step, and save a checkpoint when it is due.
         log.step(step, train, lr=lr, **logp_diff, **cost)
-        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+        common.save_when_due(run, step, optimizer)  # and before an evaluation; after a signal it exits
 
     policy.save(log.path / "final", run.tokenizer)
     if log.evaluation_is_due(run.total_steps):

@@ -1,18 +1,20 @@
 """EVOL-RL: Evolving Language Models without Labels (Zhou et al. 2025, arXiv:2509.15194).
 
-The idea: majority drives selection, novelty promotes variation. Rewarding agreement alone collapses entropy:
+The idea: majority drives selection, novelty promotes variation. With a reward of 1 or 0 all majority
+responses get the same advantage, so updates move probability to the whole cluster: entropy collapses, and
 responses grow short and alike. So every response of the majority is still rewarded above every other one, but
-in both blocks, the majority and all others together, those that say something the others do not (sentence
-embeddings) are paid more: in the majority to find other ways to its answer, in the minority to leave frequent
-mistakes. A wider upper clip keeps their push from being cut, an entropy bonus keeps them coming. A collapsed
-model cannot rest: min-max gives the one response that differs the top of its band.
+in both blocks, the majority and the minority (every other valid response), those that say something the
+others do not (sentence embeddings) are paid more: in the majority to find other ways to its answer, in the
+minority to leave frequent mistakes. DAPO's wider upper clip keeps their push from being cut, an entropy bonus
+keeps them coming. A collapsed model does not stay so: the one response that differs gets a large advantage.
+In the paper both methods collapse at first; TTRL stays there, EVOL-RL recovers (3.4).
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
-               mean_i: mean cosine to the others of i's block, against conformity; over all, the gap between
-               majority and minority would drown it
-               max_i: largest cosine to any other response of the prompt (valid ones, as released), against
-               near copies
+               mean_i: mean cosine to the others of i's block, against conformity; a mean over both blocks
+               would mostly show the gap between them
+               max_i: largest cosine to any other valid response of the prompt, against near copies (as in the
+               released code; 2.2 says "in the entire batch")
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
     advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
@@ -29,7 +31,8 @@ Why it works, a worked example: docs/evol_rl.md. The tables' rows as commands: d
     torchrun --nproc-per-node 8 evol_rl.py --model Qwen/Qwen3-8B-Base --dataset math_train --eval aime25 \\
         --eval_every 200
 
-Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+Table 3: 8 prompts a batch, 64 votes, 32 trained, minibatches of 32 responses, temperature 1, learning rate
+5e-7. Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per response token.
 """
 
 import math
@@ -51,16 +54,18 @@ class Args(common.Args):
     """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
-    """majority: EVOL-RL. gold: correct responses take the majority's place, the RLVR variant of Figure 4."""
+    """majority: EVOL-RL. gold: correct responses take the majority's place (ours), for Figure 4's RLVR."""
     novelty: bool = True
-    """Off: 1 and 0 as TTRL's, for valid responses ('-Novelty Reward' of Table 2); needs no embedder."""
+    """Off: '-Novelty Reward' of Table 2, which does not say what replaces the reward: 1 and 0 as TTRL's, for
+    valid responses; needs no embedder."""
     alpha: Share = 0.5
     """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
     """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/.
     words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; 0.2: '-ClipHigh' of Table 2."""
+    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; for Table 2's
+    '-ClipHigh' we take 0.2, which the paper does not give."""
     entropy_coef: common.NonNegative = 0.003
     """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288
@@ -108,7 +113,7 @@ def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
     """([N] answer classes, None if invalid; the class rewarded with 0.5 to 1). EVOL-RL, A.2.
 
-    Valid are answers with a digit, and letters of multiple choice. labels 'gold' (Figure 4): the class is the
+    Valid are answers with a digit, and (ours) letters of multiple choice. labels 'gold' (Figure 4): it is the
     gold answer's, or -1, which nobody has, if nobody gave it; a verifier does not ask for digits, so the
     right answer is valid without one."""
     classes = common.answer_classes(problem, responses)
@@ -142,8 +147,8 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
     """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
 
     Two cases are the released code's: alone in its block, u~ is 1 (A.3 gives 0); all equally
-    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours. Two responses that are each other's
-    nearest are always equally novel, as their means are one number."""
+    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours. In a block of two that are each other's
+    nearest, both are always equally novel, as their means are one number."""
     if len(block) < 2:
         return torch.ones(len(block))
     u = novelty(similarity, block, valid, alpha)
@@ -254,12 +259,12 @@ def main(args: Args) -> None:
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
     for step in range(done + 1, run.total_steps + 1):
-        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        # 1. Sync: the sampler takes the policy's weights. If an evaluation is due, they are evaluated.
         sampler.load(policy.named_tensors())
         if log.evaluation_is_due(step - 1):
             common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        # 2. Sample N responses to every prompt at --temperature: each rank a share, then all ranks have all.
         prompts = common.next_prompts(args, run.problems, step)
         groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
@@ -286,7 +291,7 @@ def main(args: Args) -> None:
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        # 5. Check: the sampler's log-probs must be close to old_logp, else it ran other weights: an error.
         logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
@@ -310,7 +315,7 @@ def main(args: Args) -> None:
                     loss_T = loss_T + args.kl_coef * kl_T
                     log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                loss.backward()  # gradients add up over micro-batches and ranks
+                loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
@@ -320,7 +325,7 @@ def main(args: Args) -> None:
 
         # 7. Log the step, and save a checkpoint when it is due.
         log.step(step, train, lr=lr, **logp_diff)
-        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+        common.save_when_due(run, step, optimizer)  # and before an evaluation; after a signal it exits
 
     policy.save(log.path / "final", run.tokenizer)
     if log.evaluation_is_due(run.total_steps):

@@ -1,20 +1,22 @@
 """RESTRAIN: From Spurious Votes to Signals (Yu et al. 2025, arXiv:2510.02172).
 
-The idea: a wrong majority label does more harm than hedging. Take every answer as a pseudo-label, weighted by
-its votes: a response is pushed up by its own answer's weight, down by those of all others. So if any of them
-is right, some weight pushes it up; where fewer than kappa agree, probably none is, and all are pushed down.
-Scale a prompt's loss by how sure the initial model was of it; weights from the policy would grow with its own
-overconfidence.
+The idea: the majority is often wrong although some response is right, so rewarding it alone trains on wrong
+labels and ignores right ones. Take every answer as a pseudo-label, weighted by its votes: a response is
+pushed up by its own answer's weight, down by those of all others. Rare answers are mostly wrong, so they
+weigh less; with the majority alone, or with equal weights, training collapses (5, F). Where fewer than kappa
+agree, probably none is right, and all are pushed down. Scale a prompt's loss by how sure the initial model
+was of it; weights from the policy would grow with its own overconfidence.
 
     labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
                g(f) = exp(-(f - 1)^2 / (2 sigma^2)), our form of "a Gaussian ... with bias sigma"   (2.1, D.2)
                small sigma: all weight on the majority; large: equal weights
-    advantage  A_ij = GRPO advantage of response i if j is the label (division by std: ours)           (GRPO)
+    advantage  A_ij = GRPO advantage of response i if j is the label; the paper prints no division by std
                A_ij = -delta for all, if max_j c_j < kappa: rewards 0, less the penalty                (Eq. 4)
     prompt     u    = g(c_ref / n),  c_ref = votes for the initial model's majority answer             (Eq. 5)
     loss       u (sum_j w_j mean_i mean_t  -min(ratio A_ij, clip(ratio) A_ij) + kl_coef KL_t)       (Eq. 6, 7)
 
-(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's.)
+(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. The paper's other numbers: KL
+coefficient 0.001, entropy bonus 0, sampling temperature 1 (D.2). It does not give its clip epsilon.)
 One pass serves all labels. With clip = clip(ratio), min(ratio A, clip A) is A min(ratio, clip) if A >= 0, and
 A max(ratio, clip) if A < 0. So with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0), exactly:
     sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip)
@@ -26,7 +28,7 @@ Why it works, a worked example: docs/restrain.md. The tables' rows as commands: 
     torchrun --nproc-per-node 8 restrain.py --model Qwen/Qwen3-4B-Base --dataset dapo --eval math500 \\
         --prompts_per_batch 128
 
-Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per response token.
 """
 
 import math
@@ -52,7 +54,8 @@ class Args(common.Args):
     """delta, the penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9
     (Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
-    """u of Eq. 5, from the initial model or (online; Appendix E) the current responses; none: 1 (Table 4)."""
+    """u of Eq. 5, from the initial model, or online (Appendix E does not say how; we take the current
+    responses); none: 1 (Table 4)."""
     prompt_sigma: common.NonNegativeOrInf = 0.5
     """sigma of the prompt weights (D.2: one sigma for both; we read Table 8 as varying only the labels')."""
     votes: common.Count = 16
@@ -190,12 +193,12 @@ def main(args: Args) -> None:
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
     for step in range(done + 1, run.total_steps + 1):
-        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        # 1. Sync: the sampler takes the policy's weights. If an evaluation is due, they are evaluated.
         sampler.load(policy.named_tensors())
         if log.evaluation_is_due(step - 1):
             common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        # 2. Sample N responses to every prompt at --temperature: each rank a share, then all ranks have all.
         prompts = common.next_prompts(args, run.problems, step)
         groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
@@ -203,7 +206,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, sigma)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
@@ -223,7 +226,7 @@ def main(args: Args) -> None:
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        # 5. Check: the sampler's log-probs must be close to old_logp, else it ran other weights: an error.
         logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
@@ -251,7 +254,7 @@ def main(args: Args) -> None:
                 # Eq. 6: u, the prompt's weight, scales the KL term, too
                 loss_T = micro.per_token([response.weight for response in micro.responses]) * loss_T
                 loss = (loss_T * weight_T).sum()
-                loss.backward()  # gradients add up over micro-batches and ranks
+                loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
@@ -261,7 +264,7 @@ def main(args: Args) -> None:
 
         # 7. Log the step, and save a checkpoint when it is due.
         log.step(step, train, lr=lr, **logp_diff, prompt_weight=mean(r.weight for r in train))
-        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+        common.save_when_due(run, step, optimizer)  # and before an evaluation; after a signal it exits
 
     policy.save(log.path / "final", run.tokenizer)
     if log.evaluation_is_due(run.total_steps):

@@ -1,12 +1,15 @@
 """SCRL: What If Consensus Lies? Selective-Complementary Reinforcement Learning at Test Time (Yan et al. 2026,
 arXiv:2603.19880).
 
-The idea: a weak majority is often wrong, and the z-score pays it most: with a share f of winners their
-advantage is sqrt((1 - f) / f). So only a strong and clear majority becomes a positive label. Which answers
-are wrong is easier to say than which one is right: with a positive label or without, rare answers that were
-also given with high entropy are negative labels; the entropy gate spares a right answer that is still rare.
-A reward's size follows the share of the votes, answers given with high entropy lose a little, and no answer
-at all costs most: -1 (released code).
+The idea: a weak majority can be wrong, above all on hard problems or with few votes, and the z-score pays it
+most: with rewards 1 and 0 and a share f of winners, their advantage is sqrt((1 - f) / f) (Eq. 3). So only a
+strong and clear majority becomes a positive label. Which answers are wrong is easier to say than which one is
+right: with a positive label or without, rare answers that were also given with high entropy are negative
+labels, so that the model moves to more plausible answers without committing to one too early. The entropy
+gate spares rare answers of low entropy, which may be right. Fixed rewards could amplify noise (3.4), so a
+positive label earns its share, a negative one loses tau_neg less its share, and every answer gains a little
+for entropy below the mean and loses a little for entropy above it. No answer at all costs most: -1 (released
+code).
 
     p_j        = n_j / N, the share of answer j among all N responses
     H_i        = mean_t of the full-vocabulary entropy of response i                                (Eq. 5, 6)
@@ -18,7 +21,7 @@ at all costs most: -1 (released code).
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i)                                   (GRPO, Eq. 2)
                + kl_coef KL_t                                             (SCRL's released code; not in Eq. 2)
                - entropy_coef H_t                                                          (EVOL-RL's; 0 here)
-               ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low and 1 + clip_high
+               ratio = pi(y_t) / pi_old(y_t), clipped at 1 - clip_low, 1 + clip_high (Eq. 2: one epsilon)
                KL_t = exp(d) - d - 1 with d = log pi_ref(y_t) - log pi(y_t)                               (k3)
 
 Why it works, a worked example: docs/scrl.md. The tables' rows as commands: docs/recipes/scrl.md.
@@ -28,7 +31,8 @@ Why it works, a worked example: docs/scrl.md. The tables' rows as commands: docs
     torchrun --nproc-per-node 8 scrl.py --model Qwen/Qwen2.5-Math-7B --dataset amc --epochs 30 \\
         --prompt system --temperature 1
 
-Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per token of a micro-batch.
+The paper samples N = 64 (or 32) responses and trains G = 32 (or 16). Shapes are suffixes: x_N per response of
+a prompt, x_G per trained one, x_T per response token.
 """
 
 import math
@@ -147,12 +151,12 @@ def main(args: Args) -> None:
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
     for step in range(done + 1, run.total_steps + 1):
-        # 1. Sync: the sampler takes the policy's weights. When it is due, they are evaluated before the step.
+        # 1. Sync: the sampler takes the policy's weights. If an evaluation is due, they are evaluated.
         sampler.load(policy.named_tensors())
         if log.evaluation_is_due(step - 1):
             common.evaluate(run, step - 1)
 
-        # 2. Sample N responses to every prompt at --temperature: the ranks share the prompts, all get all.
+        # 2. Sample N responses to every prompt at --temperature: each rank a share, then all ranks have all.
         prompts = common.next_prompts(args, run.problems, step)
         groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
@@ -163,7 +167,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. With gold labels: 0 if right, else None.
+            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
             positive, negatives = pseudo_labels(classes_N, entropies_N, args.tau_pos, args.tau_marg,
@@ -183,7 +187,7 @@ def main(args: Args) -> None:
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
-        # 5. Check: the sampler's own log-probs must equal old_logp, or it ran other weights; stops the run.
+        # 5. Check: the sampler's log-probs must be close to old_logp, else it ran other weights: an error.
         logp_diff = common.check_sampler(run, train)
 
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
@@ -207,7 +211,7 @@ def main(args: Args) -> None:
                     loss_T = loss_T + args.kl_coef * kl_T
                     log.tokens(weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
-                loss.backward()  # gradients add up over micro-batches and ranks
+                loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
                 log.tokens(weight_T, loss=loss_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted
@@ -217,7 +221,7 @@ def main(args: Args) -> None:
 
         # 7. Log the step, and save a checkpoint when it is due.
         log.step(step, train, lr=lr, **logp_diff)
-        common.save_when_due(run, step, optimizer)  # before an evaluation, too; on a signal it ends the run
+        common.save_when_due(run, step, optimizer)  # and before an evaluation; after a signal it exits
 
     policy.save(log.path / "final", run.tokenizer)
     if log.evaluation_is_due(run.total_steps):

@@ -15,6 +15,7 @@ demo: .venv-lab
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
 	$(LAB)/python -m tools.plot runs/demo
 	$(LAB)/python -m tools.report runs/demo
+	@echo "Open runs/demo/report.html: it shows every vote."
 
 # The notebook, in the browser
 lab: .venv-lab
@@ -33,7 +34,7 @@ test: .venv lint
 
 # Formulas and one real step of every script against its paper's objective: what a fork should keep green.
 quick: .venv
-	$(BIN)/python -m pytest -m quick --durations=0
+	$(BIN)/python -m pytest -m quick $(TWO)
 
 # A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
 %.py: examples/%.diff ttrl.py

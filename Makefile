@@ -32,7 +32,7 @@ smollm2: .venv
 test: .venv lint
 	$(BIN)/python -m pytest -m "not slow" $(TWO)
 
-# Formulas and one real step of every script against its paper's objective: what a fork should keep green.
+# Formulas and one real step of the six scripts against its paper's objective. A fork's: the end of docs/fork.md.
 quick: .venv
 	$(BIN)/python -m pytest -m quick $(TWO)
 

@@ -38,7 +38,8 @@ _STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mb
 # <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], gpt-oss's channels
 _THOUGHT = re.compile(
     r"[<\u25c1]\|?(/|end_(?:of_)?)?(?:begin_(?:of_)?|start_)?([\w:]{0,20}?(?:think|thought|reason|reflect|"
-    r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|>(?:(final)|analysis)",
+    r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|>(?:(final)|analysis)"
+    r"|<unused9(?:(5)|4)>",  # MedGemma's
     re.IGNORECASE)
 LETTERS = "ABCDEFGHIJ"
 
@@ -47,7 +48,7 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
     r"""What the last \boxed{} (or \fbox{}) after the reasoning holds, or the last few that make one list.
 
     None if there is no box, or if the last one or a thinking block is left open: there is no fallback such as
-    "the last number", as a truncated response must not vote. prompt: the end of it may open a thinking block.
+    "the last number", as a truncated response must not vote. prompt: a tag that it ends with opens a block.
     Of a multiple choice with so many options, the letter that the box holds, or None.
 
     >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -70,12 +71,14 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
         start = box.start()
-        parts.append((_BEFORE.search(_plain(text[max(0, start - 60):start]))[0], content))
-    parts = list(dict.fromkeys(reversed(parts)))  # an answer that is said twice is one
+        parts.append((_BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip(), content))
+    if len(parts) > 1:  # an answer that is said twice is one
+        parts = {(name, _key(normal_form(part))): (name, part) for name, part in reversed(parts)}
+        parts = list(parts.values())
     if len(parts) < 2:
         answer = parts[0][1] if parts else ""
     else:
-        answer = ", ".join(name.strip() + content for name, content in parts)
+        answer = ", ".join(name + content for name, content in parts)
         answer += ")" if parts[0][0].endswith("(") else ""  # (\boxed{1}, \boxed{2}) is a point
     return (read_choice(answer, choices) if choices else answer) or None
 
@@ -85,10 +88,10 @@ def _after_thoughts(text: str, prompt: str) -> str:
     start, still_open = len(prompt), set()
     for tag in _THOUGHT.finditer(prompt + text):
         name = (tag[2] or tag[4] or "channel").lower()
-        if tag[1] or tag[3] or tag[5]:
+        if tag[1] or tag[3] or tag[5] or tag[6]:
             still_open.discard(name)
             start = max(start, tag.end())
-        else:
+        elif tag.end() >= len(prompt.rstrip()):  # one that a prompt mentions opens nothing
             still_open.add(name)
     return "" if still_open else (prompt + text)[start:]
 
@@ -110,32 +113,35 @@ def _plain(text: str) -> str:
 
 def read_choice(text: str, choices: int) -> str | None:
     """The letter that a text chooses: "A. 42", "(A) 42", "Option A"; None of "A cat", "H_2O", "A or B"."""
-    letters, text = LETTERS[:choices], _plain(_ascii(text)).strip(" \t\n\"'\u201c\u201d")
-    words = r"(?:(?i:the|my|final|correct|best|right|option|choice|answer|is)\b[\s:]*)*"
-    behind = r"([.:)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2})|\Z)"
+    letters, text = LETTERS[:choices], re.sub(r"[}$]", "\t", _STYLE.sub("\t", _ascii(text)))
+    text = re.sub(r"[{*`\\]", "", text).strip(" \t\n\"\u201c\u201d\u2018\u2019") + "\n"
+    words = (r"(?:(?i:the|my|final|correct|best|right|option|choice|statement|answer|ans|respuesta|antwort"
+             r"|is)\b[\s:.=]*|[\u9009\u9879\u7b54\u6848\u662f]+[\s:]*)*")
+    behind = r"([.:;)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2}|\d)|\s*[\t\n]|\s+(?=\())"
     match = re.fullmatch(rf"{words}([(\[]?)\s*([{letters}])\s*{behind}(.*)", text, re.DOTALL)
     if not match:
         return None
     opened, letter, closed, rest = match.groups()
     other, joined = f"(?!{letter})[{letters}]", "" if opened else r"(?:\b(?:or|and)\b|[,;/&\n])\s*"
     labelled = joined + re.escape(opened) + other + (r"[.:)\]]" if closed[:1] in tuple(".:)]") else "(?!)")
-    undecided = rf"{labelled}|^(?:\W|or\b|and\b)*{other}(?:\W|or\b|and\b|[{letters}]\b)*$"
+    undecided = rf"{labelled}|^{other}\b|^(?:\W|or\b|and\b)*{other}(?:\W|or\b|and\b|[{letters}]\b)*$"
     return None if re.search(undecided, rest) else letter
 
 
 # -------------------- normal form: one spelling for what LaTeX can write in many ways --------------------
 _LONGEST = 400  # characters; longer answers are compared as strings
 _SPELLINGS = {  # a command: the commands that mean the same
+    "i": "imath", "j": "jmath", r"\\": "cr",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
         textstyle scriptstyle rm bf it sf tt tiny small large Large LARGE huge Huge boldsymbol bm pmb mathbf
         mathit mathsf mathtt underline emph boxed fbox ensuremath mathop""",
     r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname",
-    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
+    r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
     r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq", "<": "lt", ">": "gt",
     "|": "lvert rvert vert mid", r"\emptyset": "varnothing",
     r"\{": "lbrace", r"\}": "rbrace", "(": "langle", ")": "rangle", r"\ldots": "dots cdots dotsc",
-    r"\approx": "simeq thickapprox approxeq doteq", r"\text{or}": "lor vee",
-    r"\text{and}": "land wedge", r"\setminus": "backslash smallsetminus",
+    r"\approx": "simeq thickapprox approxeq doteq", r"\setminus": "backslash smallsetminus",
+    r"\epsilon": "varepsilon", r"\phi": "varphi", ":": "colon",
 }
 _COMMAND = {}
 for _command, _others in _SPELLINGS.items():
@@ -145,7 +151,8 @@ _SIGNS = {
     "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ",
     "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3001": ",",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
-    "\u3002": ".",
+    "\u3002": ".", "\u6216": r"\text{or}", "\u548c\u4e14": r"\text{and}", "\u2236": ":",
+    "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark ",
 }
 _SIGN = {}
 for _characters, _command in _SIGNS.items():
@@ -162,8 +169,9 @@ _NAME = "(?:" + "|".join([
     r"\\overline\{[A-Z]+\}|\\frac\{[a-zA-Z]{1,2}\}\{[a-zA-Z]{1,2}\}|[a-zA-Z]{1,2}:[a-zA-Z]{1,2}",
 ]) + ")"
 _NAMES = rf"\({_NAME}(?:, {_NAME})+\)"
+_CHINESE_NUMBERS = "\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298"
 _MAGNITUDE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_BASES = """two three four five six seven eight nine ten eleven twelve thirteen fourteen
+_NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
     fifteen sixteen""".split()
 # "cm", "m/s", "kg m^{2}"; or words, one of them a plural or a known unit: "square feet", "ordered pairs"
 _SYMBOL = (
@@ -171,10 +179,11 @@ _SYMBOL = (
     r"|mi|lbs?|oz|mph|kmh|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)"
 )
 _POWER = r"(?: ?\^ ?(?:-?\d|\{-?\d\}))?"
-_SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.]|\\cdot)+{_SYMBOL}{_POWER})*"
+_SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
 _WORDS = (
     r"(?![^{}]*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
-    r"|fewer|ago|before|after|dozens|base|halves|quarters|\w+ths|thirds)\b)[a-zA-Z ./-]*"
+    r"|fewer|ago|before|after|dozens|base|half|halves|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*)\b)"
+    r"[a-zA-Z ./-]*"
     r"\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree|cent|dollar"
     r"|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point"
     r"|way|sq|USD)\b[a-zA-Z ./-]*"
@@ -187,11 +196,22 @@ _REWRITES = [
     (r"\.\.\.", r"\\ldots "),  # first, as the next one drops the points at the end
     (r"[.,;: \\]+$|^(?:[,= ]|\\(?:approx|therefore|Rightarrow|implies)(?![a-z]))+", ""),
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
-    (r"^(\\text\{)? ?(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?[: ]+(\})?",
+    (r"^((?:\\text)?\{)? ?(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer(?: is)?|[Tt]otal)[: ]+(\})?",
      lambda match: "" if match[2] else match[1] or ""),
+    (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),
+    (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),
+    (r"[ ,.]*\\(?:checkmark|blacksquare|square|qed)(?![a-z])[ .]*$", ""),
+    (r",? ?\(? ?\\text\{ ?\(? ?(?:since|because|rounded)\b.*$", ""),
     (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
     (r"\\operatorname\*", r"\\text"),
-    (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))", ""),  # 10{,}080
+    (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))|(?<=\d)['\u2019](?=\d{3})",
+     ""),  # 10{,}080, 10'080
+    (r"(?<=\d)\{[,.]\}(?=\d)", "."),
+    (r"^(\d{1,3})\.(\d{3})\.(\d{3})$", r"\1\2\3"),
+    (r"^(\d{1,2}(?:,\d{2})+),(\d{3})$", lambda match: match[1].replace(",", "") + match[2]),  # 1,00,000
+    (r"(?<=\d) ?(?:\\text\{ ?)?\bto\b ?\}? ?(?=\d)", ":"),
+    (r"(?<=\\nabla) ?\\times|\\times(?= ?\\(?:vec|mathbf|hat|bm|boldsymbol|overrightarrow)(?![a-z]))",
+     r"\\wedge "),
     (r"(?<!\\)\\[,;:!> ]|~|\\[hv]?(?:phantom|space)\{[^{}]*\}", " "),
     (r"\\q?quad(?![a-zA-Z])(?= *(?:\\[a-z]*[tm]|\\q?quad|\\cup))", " "),
     (r"\\q?quad(?![a-zA-Z])", ", "),
@@ -219,32 +239,42 @@ _REWRITES = [
     (r"\\text\{ *(\(?)\\approx *\}", r"\1\\approx "),
     (r"\( ?\\approx[^()]*\)", ""),
     # sets of real numbers
+    (r"^(?:[a-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|[Aa]ll real(?: number)?s)$", r"(-\\infty, \\infty)"),
+    (r"(^|\\cup ?)\](?=[^\[\]]*[\[\]](?: ?\\cup|$))", r"\1("),
+    (r"(?<=[\d}a-z]) ?\[(?= ?\\cup|$)", ")"),
+    (r"\\\{ ?\\\}", r"\\emptyset "),
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
     (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?[RZ]\}? ?\)?$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z](?:, ?[a-z])* ?\\in ?"
+     r"\\mathbb ?\{?[RZN]\}?(?:\^\{?(?:[*+]|\\cdot ?)\}?)? ?\)?$", ""),
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b"
      r"(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?|constants?|is|are|an|[a-z])\b"
      r"|\\text|\\in ?\\mathbb ?\{?[RZ]\}?|[{}, ])*$", ""),
     (rf"(?<=[\w}})!])(?:(?: |/|\\cdot|\\mu|(?<=\d)-)*{_TEXT_UNIT}{_POWER})+ ?$", ""),  # 5 \text{ cm}^2
     (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
-    (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph){_POWER}"
+    (rf"(?<=\d) ?(?:\\text\{{)? ?(?:(?![{_CHINESE_NUMBERS}])[\u4e00-\u9fff])+ ?\}}?$", ""),
+    (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|[kM]?\\Omega){_POWER}"
      rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|[kMG]?(?:eV|Hz|Pa)|nm|mL|mol|rad){_POWER}"
-     rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER})+)$", ""),  # 5 cm, 5 m/s, 5 gallons
-    (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])",
+     rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({_SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
+    (r"\\text\{\s*,?\s*(?:and|or|ou|et|y|o|oder|und)\s*\}|(?<![a-zA-Z\\])(?:and|or|oder|und)(?![a-zA-Z])",
      ", "),  # "1, 2 and 3" is a list
     # conditions stay words, other texts do not
     (r"(?<![a-zA-Z\\{] )(?<![a-zA-Z\\{])(if|when|where|for|otherwise)(?![a-zA-Z])", r"\\text{\1}"),
     (r"\\text\{(?! ?(?:if|when|where|for|otherwise|at)\b)([^{}]*)\}", r" \1 "),
     (rf"(?<![a-zA-Z\\])({_FUNCTIONS}|pi)(?![a-zA-Z])", r"\\\1 "),
     (r"(?<=\w) *_? ?[({]* *(?:in )?base *(\w+) ?[)}]*$", r"_{\1}"),  # 52 (base 8)
-    (rf"_\{{? ?({'|'.join(_BASES)}) ?\}}?$", lambda match: f"_{{{_BASES.index(match[1]) + 2}}}"),
+    (rf"(_\{{?|^) ?({'|'.join(_NUMBERS)}) ?\}}?$",
+     lambda match: f"_{{{_NUMBERS.index(match[2])}}}" if match[1] else str(_NUMBERS.index(match[2]))),
     (r"^\(([0-9A-F]+)\)_|^\(([0-9A-F]+_\{?\d+\}?)\)$", lambda match: match[2] or match[1] + "_"),
     (r"_\{\((\d+)\)\}$", r"_{\1}"),
     # numbers
     (r"^([^,(\[{]*|.*(?:frac|sqrt|\^)\{)(?<![\d.])(\d{1,3}(?:,\d{3})+)(?![\d,])(?=[^,]*$)",
      lambda match: match[1] + match[2].replace(",", "")),  # 1,000 but not 1,2,3
     (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),  # 1 000
-    (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
+    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
+    (r"(?<![a-zA-Z])C_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+    (r"\(? ?\\?\b[bp]?mod(?![a-z]) ?\{?(\d+)\}? ?\)?", r"\\pmod{\1}"),
+    (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),
     (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z]|\\(?:pi|sqrt))", r"\\frac{\1}{\2}"),  # -1/2x
@@ -256,7 +286,8 @@ _REWRITES = [
     ("\0", " "),
     (r"[,;]+", ", "),  # so that the list 100, 200 is not the number 100,200 the next time
     # \frac12 and \sqrt2 and x^2
-    (r"\{([^{}]*)\\choose ?([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\{([^{}]*)\\(choose|over)(?![a-z]) ?([^{}]*)\}",
+     lambda match: rf"\{dict(choose='binom', over='frac')[match[2]]}{{{match[1]}}}{{{match[3]}}}"),
     (r"\\(frac|binom) ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
@@ -264,7 +295,7 @@ _REWRITES = [
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
-    (r"^[a-zA-Z]{3,}$", lambda match: match[0].lower()),
+    (r"^[A-Z][a-z]{2,}$|^(?i:yes|no|true|false|none|never|always)$", lambda match: match[0].lower()),
 ]
 
 
@@ -285,8 +316,12 @@ def normal_form(answer: str) -> str:
             break
         if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
             answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
-        if re.search(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])", answer):  # of intervals "or" is the union
-            either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\(?:lor|vee)\b"
+        relation = re.search(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\infty", answer)
+        if relation or "=" in answer:  # of statements, the logical signs join; of intervals "or" is the union
+            answer = re.sub(r"\\(?:lor|vee)(?![a-z])", r"\\text{or}", answer)
+            answer = re.sub(r"\\(?:land|wedge)(?![a-z])", r"\\text{and}", answer)
+        if relation:
+            either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])"
             answer = re.sub(either, r"\\cup ", answer)
         for pattern, replacement in _REWRITES:
             answer = re.sub(pattern, replacement, answer)
@@ -300,6 +335,7 @@ def _ascii(text: str) -> str:
     """Signs and letters as LaTeX has them: full-width forms, superscripts, Greek; nothing invisible."""
     if text.isascii():
         return text
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
     text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
@@ -344,6 +380,8 @@ def _name_and_value(part: str) -> tuple[str, str]:
         named = ordered == sorted(ordered, key=lambda x: x.strip("\\").lower())  # (y, x)=(1, 2) is (2, 1)
     else:
         named = re.fullmatch(_NAME, name)
+    if re.match(rf"\\(?:{_FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?![a-z])", name):  # \cos A = 3/5
+        named = _number(sides[-1]) is not None
     if named and len(sides) > 1:
         return name, sides[-1]
     numbers = {_number(side) for side in sides} - {None}  # 2=1 is no 1
@@ -425,21 +463,26 @@ def answers_equal(a: str | None, b: str | None, answer_keys: Callable | None = N
 
 
 @lru_cache(maxsize=100_000)
-def _key(s: str, depth: int = 0) -> str:
+def _key(s: str, depth: int = 0, named: bool = False) -> str:
     """Takes lists, tuples, intervals, sets, unions and matrices apart down to numbers, formulas and words."""
     if depth > 4 or len(s) > _LONGEST:
         return "text " + s
     if s.startswith(r"\{") and s.endswith(r"\}") and _enclosed(s[1:]):
-        return _key(s[2:-2].strip(), depth + 1)
-    plus = s.replace(r"\pm", "+").replace(r"\mp", "-")
-    minus = s.replace(r"\pm", "-").replace(r"\mp", "+")
+        inside = s[2:-2].strip()
+        key = _key(inside, depth + 1)  # only the outer braces of a list mean nothing
+        return f"set({key})" if depth or inside.startswith((r"\{", r"\emptyset")) else key
+    plus, minus = (re.sub(r"\\[pm]{2}(?![a-z])", lambda sign: upper if sign[0] == r"\pm" else lower, s)
+                   for upper, lower in ("+-", "-+"))
     # 1\pm\sqrt{2} is a list of two
-    elements = {*_split(plus), *_split(minus)} if r"\pm" in s else _split(plus)
+    elements = {*_split(plus), *_split(minus)} if plus != minus else _split(s)
     if len(elements) > 1:
-        return "{" + "; ".join(sorted(_key(element, depth + 1) for element in elements)) + "}"
+        names = {_interval(element)[0] for element in elements}
+        keys = sorted(_key(element, depth + 1, len(names) > 1) for element in elements)
+        return "{" + "; ".join(keys) + "}"
     union = _split(s, r"\cup")
     if len(union) > 1:
-        return "U".join(sorted(_key(part, depth + 1) for part in union))
+        names = {_interval(part)[0] for part in union}
+        return "U".join(sorted(_key(part, depth + 1, len(names) > 1) for part in union))
     if s[:1] in ("(", "[", "{") and _enclosed(s):
         inside = [_key(part, depth + 1) for part in _split(s[1:-1])]
         if len(inside) > 1:
@@ -452,8 +495,9 @@ def _key(s: str, depth: int = 0) -> str:
         for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[1].removesuffix("\\\\")):
             rows.append("; ".join(_key(cell, depth + 1) for cell in row.split("&")))
         return "matrix(" + " \\ ".join(rows) + ")"
-    if interval := _interval(s):
-        return _key(interval, depth + 1)
+    name, interval = _interval(s)
+    if interval:  # of several names, each keeps its own
+        return (f"{name} in " if named else "") + _key(interval, depth + 1)
     if (number := _number(s)) is not None:
         return str(number)
     return formula_key(s) or ("word " if re.fullmatch("[a-zA-Z]+", s) else "text ") + s
@@ -470,24 +514,24 @@ def _enclosed(s: str) -> bool:
     return depths[-1] == 0 and 0 not in depths[:-1]
 
 
-def _interval(s: str) -> str | None:
-    r"""x\ge2 is [2, \infty), 0<x\le1 is (0, 1]. Other inequalities are compared as they are written."""
+def _interval(s: str) -> tuple[str, str]:
+    r"""x\ge2 is ('x', '[2, \infty)'). Other inequalities, ('', ''), are compared as they are written."""
     parts = re.split(r" ?(<|>|\\(?:[lg]e|ne)(?![a-zA-Z])) ?", s)
     if len(parts) == 3 and parts[1] == r"\ne":
         parts = parts if re.fullmatch(_NAME, parts[0]) else parts[::-1]
         if not re.fullmatch(_NAME, parts[0]):
-            return None
-        return rf"(-\infty, {parts[2]})\cup({parts[2]}, \infty)"
+            return "", ""
+        return parts[0], rf"(-\infty, {parts[2]})\cup({parts[2]}, \infty)"
     if ">" in parts or r"\ge" in parts:  # read from right to left
         mirrored = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
         parts = [mirrored.get(part, part) for part in reversed(parts)]
     if len(parts) == 3:
         parts = [r"-\infty", "<", *parts] if re.fullmatch(_NAME, parts[0]) else [*parts, "<", r"\infty"]
     if len(parts) != 5 or not re.fullmatch(_NAME, parts[2]) or not {parts[1], parts[3]} <= {"<", r"\le"}:
-        return None
+        return "", ""
     start = "(" if parts[1] == "<" else "["
     end = ")" if parts[3] == "<" else "]"
-    return f"{start}{parts[0]}, {parts[4]}{end}"
+    return parts[2], f"{start}{parts[0]}, {parts[4]}{end}"
 
 
 _DECIMAL = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"

@@ -22,6 +22,7 @@ _REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} |
     | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
     | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
     | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
+    | [f-hF-H]\^\{-1\}\(                                                  # a function's inverse
     """, re.VERBOSE | re.ASCII)
 given_up: set[str] = set()
 """Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
@@ -42,6 +43,7 @@ def formula_key(formula: str) -> str | None:
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
     s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
+    s = re.sub(r"\\Delta ?([a-zA-Z])", r"\1_{D}", s)    # no product
     worker = _running_worker()
     try:
         print(s, file=worker.stdin, flush=True)

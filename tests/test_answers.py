@@ -247,8 +247,33 @@ EQUAL_REPORTS = [
     [r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
      r"\begin{aligned}x&=1\\y&=2\end{aligned}", "x=1,y=2"],
     [r"\text{The answer is }5", r"\text{Answer: 5}", "5"], [r"1/2\pi", r"\frac{\pi}{2}"],
-    [r"\varnothing", r"\emptyset"]]
+    [r"5 \quad \text{cm}", "5"], [r"\sqrt{2} \text{ (approximately } 1.41)", r"\sqrt2"],
+    [r"\varnothing", r"\emptyset", r"\{\}", r"\{ \}"], ["5", "5\u5143", "5\\text{\u7c73}", "5 J/(kg K)"],
+    [r"\text{Rs. }500", "USD 500", "US\\$500", "500"], [r"7\,\Omega", r"7\text{ m/s}^2", "7"],
+    [r"\SI{30}{\meter}", r"\ang{30}", r"\num{30}", "30"], [r"42\quad\blacksquare", r"42 \checkmark", "42"],
+    [r"5\text{ (since }5>0)", r"5 \text{ (rounded)}", r"\text{Total: }5", r"\mathbf{Answer:}\ 5", "5"],
+    ["1'000'000", "1.000.000", "10,00,000", "1000000"], ["3{,}5", "3{.}5", "3.5"], ["0.(3)", r"\frac13"],
+    ["\u0663\u0665", "35"], [r"{3 \over 4}", r"\nicefrac{3}{4}", r"\sfrac34", r"\frac34"],
+    ["C_{10}^{3}", r"\binom{10}{3}", "120"], [r"\text{Seven}", "seven", "7"], [r"\text{zero}", "0"],
+    [r"x=1 \text{ ou } x=2", "x = 1 oder x = 2", r"1\text{ y }2", "1\u62162", "1, 2"],
+    ["]1,2[", "(1,2)"], [r"]-\infty;2]", r"(-\infty,2]", "x\\le 2"],
+    [r"[1,\infty[ \cup ]-2,0[", r"(-2,0)\cup[1,\infty)"],
+    [r"(0, \text{infinity})", "(0, inf)", "x>0"], [r"(-\infty,-1) \text{ or } (1,\infty)", r"x<-1 \lor x>1"],
+    [r"\mathbb R", "\u211d", r"\text{all real numbers}", r"(-\infty,\infty)", r"x\in\mathbb{R}"],
+    [r"\cos A=\frac35", r"\sum_{k=1}^n a_k=\frac35", r"\frac35"], [r"2k, k\in\mathbb{N}^*", "2k"],
+    ["x\u22611 (mod 4)", r"x\equiv 1\pmod 4", r"x\equiv1 \mod 4"], ["3\u22364", r"3\colon4", "3:4"],
+    [r"\epsilon_0\phi", r"\varepsilon_0\varphi"], [r"\hat{\imath}", r"\hat{i}"],
+    [r"\frac{\Delta y}{\Delta x}", r"\Delta y/\Delta x"],
+    [r"\begin{pmatrix}1&2\cr3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]]
 DIFFERENT_REPORTS = [
+    ["a>0, b<0", "a<0, b>0", r"a>0\text{ or }b<0"], [r"x\ge1, y\ge2", r"x\ge2, y\ge1"],
+    ["m>2 or n<1", "n>2 or m<1"], [r"x\ne1, y\ne2", r"x\ne2, y\ne1"], ["3 to 4", r"4\text{ to }3", "34"],
+    [r"1.2\text{ lakh rupees}", "1.2"], ["2 crores", "2"], [r"2\text{ and a half hours}", r"2\text{ hours}"],
+    [r"p\land q", r"p\lor q"], [r"\vec{a}\cdot\vec{b}", r"\vec{a}\times\vec{b}"],
+    [r"\nabla\cdot F", r"\nabla\times F"], ["f^{-1}(x)", r"\frac{1}{f(x)}"],
+    [r"\frac{\Delta y}{\Delta x}", r"\frac{y}{x}"], [r"\emptyset", r"\{\emptyset\}", r"\{\{\emptyset\}\}"],
+    [r"\{\{1\}\}", r"\{1\}"], [r"\{1\},\{2\}", r"\{1,2\}", r"\{\{1,2\}\}"], ["AaBb", "AABB", "aabb"],
+    ["abc", "ABC"], [r"x\equiv1\pmod4", r"x\equiv-1\pmod4"], ["5\u4e07", "5"],
     [r"S=\sum_{k=1}^{n}k", r"S=\prod_{k=1}^{n}k"],
     [r"f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases}", r"f(x)=\begin{cases}7 & x=0\\ 9 & x=1\end{cases}"],
     [r"a_n=1\text{ if }n=2", r"a_n=7\text{ if }n=2", r"2"],
@@ -289,6 +314,8 @@ def test_reported_different_answers_differ(spellings):
     (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
     (r"\boxed{7}. The final answer is in \boxed{}", "7"),
     (r"\boxed{7}, as in \boxed{\text{your answer}}", "7"),
+    ("\\boxed{B}\n\n\\boxed{B}", "B"), (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),
+    (r"<unused94>thought \boxed{3}", None), (r"<unused94>thought \boxed{3}<unused95>\boxed{4}", "4"),
     (r"\boxed5", "5"), (r"\boxed\frac{1}{2}", r"\frac{1}{2}"), (r"\boxed{5}, so \boxed{5}.", "5"),
     (r"<think>I try \boxed{1} hmm", None), (r"<thinking>\boxed{1}</thinking> two", None),
     (r"<reasoning>\boxed{1}</reasoning> \boxed{2}", "2"), (r"[THINK]\boxed{1}", None),
@@ -301,13 +328,17 @@ def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
     assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
     assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
     assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
+    assert extract_answer(r"\boxed{2}", prompt="Begin with <think>.\nUser: 1+1?") == "2"
 
 
 @pytest.mark.parametrize("box, letter", [
     ("E - a polygenic score", "E"), (r"\boldsymbol{A}", "A"), (r"\mathsf{A}", "A"), (r"\rm A", "A"),
     (r"\left(A\right)", "A"), ("A~", "A"), ("(A) or (B)", None), ("A, B", None), ("A and C", None),
     ("Option B", "B"), (r"\text{(D)}", "D"), ("D. c", "D"), ("[C]", "C"), ("\uff08\uff23\uff09", "C"),
-    ("A cat", None), ("K", None)])
+    (r"B\quad 12", "B"), (r"\text{B }12", "B"), ("B (12)", "B"), ("B\u300112", "B"), ("B;", "B"),
+    (r"\{B\}", "B"), ("\u2018B\u2019", "B"), (r"B \text{ is correct}", "B"), ("Answer = B", "B"),
+    ("\u9009\u9879B", "B"), ("\u7b54\u6848\uff1aB", "B"), (r"\text{Antwort B}", "B"),
+    ("A cat", None), ("K", None), ("A'", None), ("A:B = 2:3", None), ("C(5,2)", None)])
 def test_spellings_of_a_choice(box, letter):
     assert extract_answer(rf"\boxed{{{box}}}", choices=10) == letter
 

@@ -88,8 +88,8 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
     # rows need not have one that is only found
     answer = named or next((c for c in ANSWER_FIELDS if c in filled), "")
     if not question:
-        raise UserError(f"{source} has no question column (columns: {', '.join(columns)}); name it with "
-                        f"--question_field.")
+        raise UserError(f"{source} has no question column that holds text (columns: {', '.join(columns)}); "
+                        "name it with --question_field.")
     needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
     problems = {}
     for number, row in enumerate(rows, 1):

@@ -201,7 +201,7 @@ _REWRITES = [
     (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),
     (r"[ ,.]*\\(?:checkmark|blacksquare|square|qed)(?![a-z])[ .]*$", ""),
-    (r",? ?\(? ?\\text\{ ?\(? ?(?:since|because|rounded)\b.*$", ""),
+    (r"(?<=[\w})\]]),? ?\(? ?\\text\{ ?\(? ?(?:since|because|rounded)\b.*$", ""),
     (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
     (r"\\operatorname\*", r"\\text"),
     (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))|(?<=\d)['\u2019](?=\d{3})",
@@ -272,7 +272,7 @@ _REWRITES = [
      lambda match: match[1] + match[2].replace(",", "")),  # 1,000 but not 1,2,3
     (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),  # 1 000
     (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
-    (r"(?<![a-zA-Z])C_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+    (r"^([^a-zA-Z]*)C_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?(?=[^a-zA-Z]*$)", r"\1\\binom{\2}{\3}"),
     (r"\(? ?\\?\b[bp]?mod(?![a-z]) ?\{?(\d+)\}? ?\)?", r"\\pmod{\1}"),
     (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
@@ -295,7 +295,8 @@ _REWRITES = [
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
-    (r"^[A-Z][a-z]{2,}$|^(?i:yes|no|true|false|none|never|always)$", lambda match: match[0].lower()),
+    (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:[A-Z][a-z]*)*$|^(?i:yes|no|true|false|none)$",
+     lambda match: match[0].lower()),
 ]
 
 

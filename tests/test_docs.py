@@ -98,7 +98,8 @@ def understand(command: str) -> SimpleNamespace | None:
     script = words.pop(0).replace(".", "/") + ".py" if script == "-m" else script
     name = script.removesuffix(".py").replace("/", ".")
     if name not in MODULES:
-        assert script in ("my_idea.py", "pytest.py") or (ROOT / script).is_file(), f"there is no {script}: {command}"
+        known = script in ("my_idea.py", "pytest.py") or (ROOT / script).is_file()
+        assert known, f"there is no {script}: {command}"
         return None
     module = load_script(name)
     with mock.patch.object(sys, "argv", [script, *words]):

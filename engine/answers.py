@@ -139,7 +139,7 @@ _SPELLINGS = {  # a command: the commands that mean the same
     r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
     r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq", "<": "lt", ">": "gt",
     "|": "lvert rvert vert mid", r"\emptyset": "varnothing",
-    r"\{": "lbrace", r"\}": "rbrace", "(": "langle", ")": "rangle", r"\ldots": "dots cdots dotsc",
+    r"\{": "lbrace", r"\}": "rbrace", r"\wedge": "land", r"\vee": "lor", r"\ldots": "dots cdots dotsc",
     r"\approx": "simeq thickapprox approxeq doteq", r"\setminus": "backslash smallsetminus",
     r"\epsilon": "varepsilon", r"\phi": "varphi", ":": "colon",
 }
@@ -164,7 +164,7 @@ _NAME = "(?:" + "|".join([
     rf"\\(?!(?:{_FUNCTIONS}|frac|mathbb|pi)(?![a-z]))[a-zA-Z]+(?:\{{\w\}})?(?:_\{{[^{{}}]*\}})?"
     r"(?: ?[a-z]|\([a-z]\))?",
     r"(?:[fghFGHPQE]|\\Pr|\\mathbb\{[PE]\})'?(?:\^\{-1\})?[(\[][^()\[\]]*[)\]]",
-    r"(?:[A-Za-z]{4,}|[A-Z][a-z]{2})(?:\([^()]*\))?",
+    r"(?:[A-Za-z]{4,}|[A-Z][a-z]{2})(?:\([^()]*\))?|[A-Za-z]{3,}(?: [A-Za-z]{2,})+",  # Area of ABC
     r"\|[A-Z]{2}\||\[[A-Z]{3,}\]|(?:m? ?\\(?:angle|triangle) ?)?[A-Z]{1,5}",
     r"\\overline\{[A-Z]+\}|\\frac\{[a-zA-Z]{1,2}\}\{[a-zA-Z]{1,2}\}|[a-zA-Z]{1,2}:[a-zA-Z]{1,2}",
 ]) + ")"
@@ -182,7 +182,8 @@ _POWER = r"(?: ?\^ ?(?:-?\d|\{-?\d\}))?"
 _SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
 _WORDS = (
     r"(?![^{}]*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
-    r"|fewer|ago|before|after|dozens|base|half|halves|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*)\b)"
+    r"|fewer|ago|before|after|late|early|ahead|behind|tens|greater|smaller|higher|lower|faster|slower|warmer"
+    r"|colder|older|younger|taller|shorter|clockwise|(?:for|back)wards?|dozens?|base|half|halves|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*)\b)"
     r"[a-zA-Z ./-]*"
     r"\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree|cent|dollar"
     r"|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point"
@@ -198,6 +199,9 @@ _REWRITES = [
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"^((?:\\text)?\{)? ?(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer(?: is)?|[Tt]otal)[: ]+(\})?",
      lambda match: "" if match[2] else match[1] or ""),
+    (r"^(?:\\text\{)? ?[A-Za-z]{3}[A-Za-z ]*(?:: ?|\bis )\}? ?(?=\\?\$?-?\d)", ""),  # The area is 25
+    (r"(?:\\|(?<![\\a-z]))sqrt ?(\d+(?:\.\d+)?)(?!\d)", r"\\sqrt{\1}"),
+    (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
     (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),
     (r"[ ,.]*\\(?:checkmark|blacksquare|square|qed)(?![a-z])[ .]*$", ""),
@@ -245,8 +249,8 @@ _REWRITES = [
     (r"\\\{ ?\\\}", r"\\emptyset "),
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
     (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?[a-z](?:, ?[a-z])* ?\\in ?"
-     r"\\mathbb ?\{?[RZN]\}?(?:\^\{?(?:[*+]|\\cdot ?)\}?)? ?\)?$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
+     r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""),
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b"
      r"(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?|constants?|is|are|an|[a-z])\b"
      r"|\\text|\\in ?\\mathbb ?\{?[RZ]\}?|[{}, ])*$", ""),
@@ -254,7 +258,7 @@ _REWRITES = [
     (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
     (rf"(?<=\d) ?(?:\\text\{{)? ?(?:(?![{_CHINESE_NUMBERS}])[\u4e00-\u9fff])+ ?\}}?$", ""),
     (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|[kM]?\\Omega){_POWER}"
-     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|[kMG]?(?:eV|Hz|Pa)|nm|mL|mol|rad){_POWER}"
+     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|nm|rad){_POWER}| ?(?:[kMG]?(?:eV|Hz|Pa)|mL|mol){_POWER}"
      rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({_SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
     (r"\\text\{\s*,?\s*(?:and|or|ou|et|y|o|oder|und)\s*\}|(?<![a-zA-Z\\])(?:and|or|oder|und)(?![a-zA-Z])",
      ", "),  # "1, 2 and 3" is a list
@@ -278,7 +282,8 @@ _REWRITES = [
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),
     (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z]|\\(?:pi|sqrt))", r"\\frac{\1}{\2}"),  # -1/2x
-    # only the space of "\cot x" means anything, and that of "2 3"
+    # only the space of "\cot x" means anything, and that of "2 3" and "not x"
+    (r"(?<![\\a-zA-Z])([a-zA-Z]{2,}) +(?=[a-zA-Z\\])", "\\1\0"),
     (r"[, ]*\\cup[, ]*", r"\\cup "),
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),
     (r"(?<=\d)\s+(?=\d)", "\0"),
@@ -295,7 +300,7 @@ _REWRITES = [
     (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
-    (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:[A-Z][a-z]*)*$|^(?i:yes|no|true|false|none)$",
+    (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:(?: [A-Z]?|[A-Z])[a-z]*)*$|^(?i:yes|no|true|false|none)$",
      lambda match: match[0].lower()),
 ]
 
@@ -316,14 +321,17 @@ def normal_form(answer: str) -> str:
         if len(answer.replace(" ", "")) > _LONGEST:  # regular expressions on hostile text take long
             break
         if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", answer):  # \sin 30^\circ is not \sin 30
-            answer = re.sub(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
-        relation = re.search(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\infty", answer)
-        if relation or "=" in answer:  # of statements, the logical signs join; of intervals "or" is the union
+            answer = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
+        if answer.startswith("{") and _enclosed(answer) and not re.search(r"\\(?:over|choose)", answer):
+            answer = answer[1:-1]
+        relation = re.search(r"[<>]|\\(?:[lg](?:e|t|eq|eqslant)|neq?|infty)(?![a-z])", answer)
+        if relation or "=" in answer:  # of statements, the logical signs join
             answer = re.sub(r"\\(?:lor|vee)(?![a-z])", r"\\text{or}", answer)
             answer = re.sub(r"\\(?:land|wedge)(?![a-z])", r"\\text{and}", answer)
-        if relation:
+        names = set(re.findall(r"([a-zA-Z]\w*)\s*=", answer))
+        if relation or len(names) > 1:  # of intervals, "or" is the union
             either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])"
-            answer = re.sub(either, r"\\cup ", answer)
+            answer = re.sub(either, r"\\cup " if relation else r"\\lor ", answer)
         for pattern, replacement in _REWRITES:
             answer = re.sub(pattern, replacement, answer)
         answer = _without_names(answer)
@@ -340,7 +348,7 @@ def _ascii(text: str) -> str:
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
     text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
-    text = unicodedata.normalize("NFKC", re.sub("\u221a ?(\\d+)", r"\\sqrt{\1}", text.translate(_SIGN)))
+    text = unicodedata.normalize("NFKC", text.translate(_SIGN))
     text = text.translate(_SIGN)
     text = re.sub("[\u0391-\u03c9]", lambda letter: _greek(letter[0]), text)
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))
@@ -359,13 +367,19 @@ def _repeating(whole: str, digits: str, period: str) -> str:
 
 def _without_names(answer: str) -> str:
     r"""'5' of 'x=5', '36' of 'V=4\cdot9=36', '1, 2' of 'x=1, x=2'; 'x=1, y=2' keeps the names it needs."""
-    if any(len(_split(answer, sign)) > 1 for sign in ("<", ">", r"\le", r"\ge", r"\ne")):
+    if any(len(_split(answer, sign)) > 1 for sign in ("<", ">", r"\le", r"\ge", r"\ne", r"\lor")):
         return answer
     parts = [_name_and_value(part) for part in _split(answer)]
     names = {re.sub(r"_\{\d+\}$", "", name) for name, _ in parts if name}
     if len(names) != 1 or not parts[0][0] or any("=" in value for name, value in parts if not name):
         return ", ".join(f"{name}={value}" if name else value for name, value in parts)
     return ", ".join(value for _, value in parts)
+
+
+def _closed(text: str) -> bool:
+    """Whether there are numbers alone in it, no symbols."""
+    known = rf"\\(?:{_FUNCTIONS}|frac|cdot|div|pi|binom|infty|cup)(?![a-zA-Z])"
+    return not re.search("[a-zA-Z]", re.sub(known, "", text))
 
 
 def _name_and_value(part: str) -> tuple[str, str]:
@@ -381,13 +395,29 @@ def _name_and_value(part: str) -> tuple[str, str]:
         named = ordered == sorted(ordered, key=lambda x: x.strip("\\").lower())  # (y, x)=(1, 2) is (2, 1)
     else:
         named = re.fullmatch(_NAME, name)
-    if re.match(rf"\\(?:{_FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?![a-z])", name):  # \cos A = 3/5
-        named = _number(sides[-1]) is not None
+    value = sides[-1]
+    if re.match(rf"\\(?:(?!sqrt){_FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?!\^|[a-z])", name):
+        named = _number(value) is not None  # \cos A = 3/5
+    if named and not _closed(value):
+        same = all(_key(side) == _key(value) for side in sides[1:-1])
+        named = same and not _is_equation(name, value)
+    if any(re.fullmatch(rf"-?\d*{_NAME}", side) for side in sides[1:-1]):  # AB=2BC=10
+        named = False
     if named and len(sides) > 1:
-        return name, sides[-1]
+        return name, value
     numbers = {_number(side) for side in sides} - {None}  # 2=1 is no 1
-    closed = len(numbers) < 2 and not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", "".join(sides))  # 12\cdot5=60
-    return "", sides[-1] if closed else "=".join(sides)
+    return "", value if len(numbers) < 2 and _closed("".join(sides)) else "=".join(sides)  # 12\cdot5=60
+
+
+def _is_equation(name: str, value: str) -> bool:
+    """Whether it is one like y'=y, a_{n+1}=2a_{n}, f(x+1)=x^2, AB=AC. v=v_{0}+at only says what v is."""
+    symbol = re.search(r"\\(?!d?dot|frac|vec|overline)[a-zA-Z]+|[a-ce-zA-Z]", name)
+    index = re.search(r"[_(]\{?(.*?)[)}]?$", name)
+    index = index[1] if index else ""
+    found = re.findall(r"\\[a-zA-Z]+|[a-zA-Z](?:_\{[^{}]*\})?", value)
+    own = [x for x in found if symbol and x.split("_")[0] == symbol[0]]
+    own = [x for x in own if x == symbol[0] or {*index} & {*x[3:-1]}]
+    return bool(own or re.search(r"[-+]|\d[a-z]", index) or re.fullmatch("[A-Z]{2,}", value))
 
 
 def _depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
@@ -472,10 +502,14 @@ def _key(s: str, depth: int = 0, named: bool = False) -> str:
         inside = s[2:-2].strip()
         key = _key(inside, depth + 1)  # only the outer braces of a list mean nothing
         return f"set({key})" if depth or inside.startswith((r"\{", r"\emptyset")) else key
-    plus, minus = (re.sub(r"\\[pm]{2}(?![a-z])", lambda sign: upper if sign[0] == r"\pm" else lower, s)
-                   for upper, lower in ("+-", "-+"))
-    # 1\pm\sqrt{2} is a list of two
-    elements = {*_split(plus), *_split(minus)} if plus != minus else _split(s)
+    alternatives = _split(s, r"\lor")
+    if len(alternatives) > 1:
+        return " or ".join(sorted(_key(part, depth + 1) for part in alternatives))
+    elements = []
+    for element in _split(s):  # 1\pm\sqrt{2} is a list of two
+        upper, lower = [re.sub(r"\\([pm])[pm](?![a-z])", lambda sign: signs[sign[1] == "m"], element)
+                        for signs in ("+-", "-+")]
+        elements += [upper, lower] if element.count(r"\pm") == 1 and upper != lower else [element]
     if len(elements) > 1:
         names = {_interval(element)[0] for element in elements}
         keys = sorted(_key(element, depth + 1, len(names) > 1) for element in elements)
@@ -498,6 +532,7 @@ def _key(s: str, depth: int = 0, named: bool = False) -> str:
         return "matrix(" + " \\ ".join(rows) + ")"
     name, interval = _interval(s)
     if interval:  # of several names, each keeps its own
+        named = named or not _closed(interval) or not re.fullmatch(r"\\?[a-z]+(?:_\{\w+\})?|[A-Z]", name)
         return (f"{name} in " if named else "") + _key(interval, depth + 1)
     if (number := _number(s)) is not None:
         return str(number)

@@ -22,7 +22,10 @@ _REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} |
     | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
     | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
     | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
-    | [f-hF-H]\^\{-1\}\(                                                  # a function's inverse
+    | [f-hF-H]\^\{-1\}\( | \^\{\(                                           # a function's inverse, derivative
+    | [A-Za-z]\^\{(T|\\top)\} | [A-Z]\^\{-1\}[A-Z] | [A-Z][^+]*[A-Z]\^\{-1\}  # products of matrices
+    | (?<!sqrt)\[[^()\[\]]*\] | -0\d | ^\((\d|[a-e]|i+)\)[^()+*/^-]+\(        # floors, dates, labels of parts
+    | (?<![\\a-zA-Z])[a-zA-Z]{3,}[ ] | [A-Z][a-z]?_\{?\d\}?[A-Z]             # words, chemistry
     """, re.VERBOSE | re.ASCII)
 given_up: set[str] = set()
 """Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
@@ -44,6 +47,8 @@ def formula_key(formula: str) -> str | None:
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
     s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
     s = re.sub(r"\\Delta ?([a-zA-Z])", r"\1_{D}", s)    # no product
+    # i is imaginary, I is not
+    s = re.sub(r"\\[a-zA-Z]+|I", lambda found: r"\Upsilon " if found[0] == "I" else found[0], s)
     worker = _running_worker()
     try:
         print(s, file=worker.stdin, flush=True)
@@ -126,6 +131,8 @@ def _values_at_points(expr) -> list:
     values = []
     for point in range(60 if whole else 6) if expr.free_symbols else [0]:
         coordinates = {x: _coordinate(x.name, point, whole, alone) for x in expr.free_symbols}
+        if expr.has(sympy.Abs):  # |z-i| is not |z+i|
+            coordinates |= {x: v * (1 + sympy.I / 2) for x, v in coordinates.items() if x.name in ("z", "w")}
         if whole:
             values.append(expr.xreplace(coordinates).evalf(70))
         else:  # xreplace would compute huge exact powers first
@@ -137,7 +144,7 @@ def _coordinate(name: str, point: int, whole: bool, alone: bool):
     """The value of the symbol `name` at a point, the same in every formula; alone: it has no other symbol."""
     seed = crc32(name.encode())
     if whole:  # if something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor
-        between = sympy.Rational(point % 2 * 3, 8) if name in ("x", "y", "z", "t") else 0
+        between = sympy.Rational((0, 3, 5)[point % 3], 8) if name in ("x", "y", "z", "t") else 0
         return 1 + seed % 50 + point * (1 if alone else (1, 7, 11, 13)[seed % 4]) + between
     if point < 2:
         sign = (1, -1)[point]  # |x| is not x,

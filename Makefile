@@ -34,7 +34,7 @@ test: .venv lint
 
 # Formulas and one real step of the six scripts against its paper's objective. A fork's: the end of docs/fork.md.
 quick: .venv
-	$(BIN)/python -m pytest -m quick $(TWO)
+	$(BIN)/python -m pytest -m quick --durations=0
 
 # A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
 %.py: examples/%.diff ttrl.py

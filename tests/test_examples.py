@@ -222,6 +222,7 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 @pytest.mark.parametrize("name", ["srt", "dynamic_sampling"])  # those with a state of their own
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch):
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))
+    monkeypatch.setattr(test_fork_template, "SHORT", dict(votes=8, train_samples=8, max_new_tokens=96))
     test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path)
 
 

@@ -183,7 +183,8 @@ _SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
 _WORDS = (
     r"(?![^{}]*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
     r"|fewer|ago|before|after|late|early|ahead|behind|tens|greater|smaller|higher|lower|faster|slower|warmer"
-    r"|colder|older|younger|taller|shorter|clockwise|(?:for|back)wards?|dozens?|base|half|halves|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*)\b)"
+    r"|colder|older|younger|taller|shorter|clockwise|(?:for|back)wards?|dozens?|base|half|halves|quarters?"
+    r"|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*)\b)"
     r"[a-zA-Z ./-]*"
     r"\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree|cent|dollar"
     r"|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point"
@@ -410,7 +411,7 @@ def _name_and_value(part: str) -> tuple[str, str]:
 
 
 def _is_equation(name: str, value: str) -> bool:
-    """Whether it is one like y'=y, a_{n+1}=2a_{n}, f(x+1)=x^2, AB=AC. v=v_{0}+at only says what v is."""
+    """Whether name = value is like y'=y, a_{n+1}=2a_{n}, f(x+1)=x^2, AB=AC; v=v_{0}+at says what v is."""
     symbol = re.search(r"\\(?!d?dot|frac|vec|overline)[a-zA-Z]+|[a-ce-zA-Z]", name)
     index = re.search(r"[_(]\{?(.*?)[)}]?$", name)
     index = index[1] if index else ""

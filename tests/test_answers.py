@@ -268,7 +268,12 @@ EQUAL_REPORTS = [
     [r"\cos A=\frac35", r"\sum_{k=1}^n a_k=\frac35", r"\frac35"],
     ["x\u22611 (mod 4)", r"x\equiv 1\pmod 4", r"x\equiv1 \mod 4"], ["3\u22364", r"3\colon4", "3:4"],
     [r"\epsilon_0\phi", r"\varepsilon_0\varphi"], [r"\hat{\imath}", r"\hat{i}"],
-    [r"\frac{\Delta y}{\Delta x}", r"\Delta y/\Delta x"],
+    [r"\frac{\Delta y}{\Delta x}", r"\Delta y/\Delta x"], ["V_1:V_2=11:21", "S_{ABC}:S=11:21", "11:21"],
+    [r"\Phi (x,  y)=\frac{x+1}{2y}", r"u(x,y)=\frac{x}{2y}+\frac{1}{2y}", r"n_{\gamma}(\nu)=\frac{x+1}{2y}"],
+    [r"12^{\mathrm{th}}", r"12\text{th}", "12th", "12"], [r"\\frac{5}{9}", r"$\\dfrac59$", "5/9"],
+    [r"\\begin{matrix}x\\\\2\\end{matrix}", r"\begin{matrix}x\\2\end{matrix}"],
+    ["1,143,164,198,242,263,297,341", "143,1,164,198,242,263,297,341"],
+    [r"2013(1-(\frac{2012}{2013})^{2013})", r"\frac{2013^{2013}-2012^{2013}}{2013^{2012}}"],
     [r"\begin{pmatrix}1&2\cr3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]]
 DIFFERENT_REPORTS = [
     ["a>0, b<0", "a<0, b>0", r"a>0\text{ or }b<0"], [r"x\ge1, y\ge2", r"x\ge2, y\ge1"],
@@ -285,6 +290,8 @@ DIFFERENT_REPORTS = [
     ["f(x+1)=x^2", "f(x)=x^2"], ["f(xy)=f(x)f(y)", "f(x+y)=f(x)f(y)"], ["MR=SRMC", "P=SRMC"],
     ["AB=AC", "BC=AC"], ["x=2y=3z", "x=3y=3z", "x=3z"], ["AB=2BC=10", "AB=BC=10"], ["a>b", "a>c"],
     ["a>b>0", "a>c>0"], [r"\operatorname{Re} z>0", r"\operatorname{Im} z>0"], ["x=0 or y=0", "x=0 and y=0"],
+    ["u(x,t)=u(x,0)+t", "u(x,t)=u(0,x)+t"], ["x/y=2", "2"], ["2^{2025}+n", "2^{2025}+m", "2^{2025}+2n"],
+    ["n=k+2^{2025}-m", "n=k-2^{2025}+m"], [r"1 \\ 200", "1200"], ["110,143", "143,110"],
     [r"x\ne1\text{ and }x\ne2", r"x\ne1\text{ or }x\ne2"], ["(1) 3 (2) 4", "(1) 6 (2) 2", "24"],
     ["3 dozen eggs", "3"], [r"5\text{ degrees warmer}", r"5\text{ degrees colder}"],
     [r"(k,k^2), k\in\mathbb{Z}", r"(k,k^2), k\in\mathbb{N}"], ["|z-i|=2", "|z+i|=2"], ["|z|^2=1", "z^2=1"],

@@ -146,10 +146,10 @@ def untimed(lines: list[dict]) -> list[dict]:
 
 
 # ---------------------------------------------- policies, rollouts -----------------------------------------
-def make_policy(model=None, trainable=True, **options) -> Policy:
+def make_policy(model=None, trainable=True, dtype=torch.float32, **options) -> Policy:
     options = {"max_length": 192, **options}
     model = load_model(str(model or builtin.TOY_MODEL))
-    return Policy(model, torch.device("cpu"), torch.float32, trainable, **options)
+    return Policy(model, torch.device("cpu"), dtype, trainable, **options)
 
 
 def random_rollouts(count, seed=0, vocabulary=300, shortest=1, longest=40) -> list[Rollout]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,7 +13,6 @@ from engine.base import UserError
 from common import Problem
 from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
-ROOT = Path(__file__).parent.parent
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
 
 
@@ -296,11 +294,6 @@ def test_other_subjects_or_splits_than_the_tables_are_read(hub):
     assert len(load_problems(Problem, "mmlu_stem", quiet=True)) == 3
     assert hub.calls == [("cais/mmlu", "all", "test")]
     assert len(set(STEM)) == 18 and "anatomy" not in STEM
-
-
-def test_the_test_split_of_another_set_of_the_hub_is_not_read(hub):
-    hub.rows = {"train": [{"problem": "p", "answer": 1}], "test": [{"problem": "q", "answer": 2}]}
-    assert questions_and_answers("owner/name") == [("q", "2")]
 
 
 @pytest.mark.parametrize("name, call", [

@@ -15,10 +15,6 @@ from transformers import AutoTokenizer
 import ttrl
 from engine import builtin, options, startup
 from engine.base import UserError
-from engine.policy import Policy, load_model
-
-torch.set_num_threads(1)
-
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
 @contextlib.contextmanager
@@ -54,16 +50,11 @@ def test_offload_changes_no_number(monkeypatch):
     assert norm == norm_off and all(torch.equal(weights[name], weights_off[name]) for name in weights)
 
 
-def bfloat16_policy(trainable=True):
-    model = load_model(builtin.TOY_MODEL)
-    return Policy(model, torch.device("cpu"), torch.bfloat16, trainable, max_length=192)
-
-
 @pytest.mark.parametrize("trainable, stored", [(True, torch.float32), (False, torch.bfloat16)])
 def test_shards_are_cast_and_buffers_are_not(trainable, stored):
     """float32 masters of the policy, the compute type of the reference; RoPE's frequencies stay float32."""
     with one_rank():
-        policy = bfloat16_policy(trainable)
+        policy = make_policy(trainable=trainable, dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in policy.parameters()} == {stored}
         assert {buffer.dtype for buffer in policy.model.buffers()} == {torch.float32}
 
@@ -72,7 +63,7 @@ def test_the_sampler_gets_what_is_saved(tmp_path):
     """The float32 masters, rounded once to the compute type."""
     original = fresh_state(builtin.TOY_MODEL)
     with one_rank():
-        policy = bfloat16_policy()
+        policy = make_policy(dtype=torch.bfloat16)
         policy.score_old(random_rollouts(3), 1.0)
         sent = dict(policy.named_tensors())
         policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(builtin.TOY_MODEL))
@@ -133,7 +124,7 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     logps, rollouts = [], random_rollouts(4)
     with one_rank():
         for dtype in (torch.float32, torch.bfloat16):
-            policy = Policy(load_model(builtin.TOY_MODEL), torch.device("cpu"), dtype, max_length=192)
+            policy = make_policy(dtype=dtype)
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5

@@ -12,13 +12,15 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SMALL, read_lines, run_toy, spy, toy_args
+from test_dynamic_rl import written
+from test_ranks import python
 from equations import gradient_is_the_objectives, log_softmax_rows, model_with
 
 import common
 import dynamic_rl
 import evaluate
 import ttrl
-from common import Problem, Rollout
+from common import Problem
 from engine.data import load_problems
 from engine.log import Log
 from engine.logprobs import CHUNK
@@ -129,11 +131,7 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
 
 def test_answer_diversity_is_of_the_task():
     """Odd equals odd: two questions of Dynamic RL share an answer."""
-    questions = []
-    for i, answer in enumerate(("3", "5", None, "8")):
-        question = Rollout([1], [2], torch.zeros(1), True)
-        question.tokens, question.kept, question.p, question.label = [i], True, 0.5, answer
-        questions.append(question)
+    questions = [written(0.5, answer, [i]) for i, answer in enumerate(("3", "5", None, "8"))]
     for task, share in (({}, 3 / 4), (dict(answer_keys=parity), 2 / 4)):
         assert dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)["unique_answers"] == share
 
@@ -257,8 +255,7 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
     script = (ROOT / "ttrl.py").read_text()
     bug = script.replace("winner = common.majority(classes)\n", "winner = torch.ones(3) * torch.ones(5)\n")
     (tmp_path / "my_idea.py").write_text(bug)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "my_idea.py"), "--out", str(tmp_path / "run")]
+    command = [*python(2), str(tmp_path / "my_idea.py"), "--out", str(tmp_path / "run")]
     command += [f"--{name}={value}" for name, value in (SMALL | TINY).items()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env=os.environ | dict(PYTHONPATH=str(ROOT)))

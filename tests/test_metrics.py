@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-from conftest import run_toy
 
 import common
 import evaluate
-import ttrl
 from common import Problem, Rollout
 from common import majority
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, pass_at_k, step_metrics, summary
@@ -245,16 +243,3 @@ def test_a_sample_record_by_hand():
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
     assert record["negatives"] == []
     assert sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
-
-
-def test_gold_runs_have_right_labels_and_the_votes_as_they_are(tmp_path):
-    """Labels of gold do not touch what is said of the votes: step 1 samples the same responses either way."""
-    gold = run_toy(ttrl, tmp_path / "gold", steps=1, labels="gold")[0]
-    plain = run_toy(ttrl, tmp_path / "plain", steps=1)[0]
-    assert gold["label_accuracy"] == gold["reward_accuracy"] == gold["label_coverage"] == 1
-    assert gold["reward"] == gold["batch_pass@1"] == plain["batch_pass@1"]
-    for name in ("majority_ratio", "majority_accuracy", "distinct_answers", "answered", "length"):
-        assert gold[name] == plain[name], name
-    # TTRL's label is the majority
-    assert plain["label_accuracy"] == plain["majority_accuracy"] < 1
-    assert plain["reward"] == plain["majority_ratio"]

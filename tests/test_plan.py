@@ -11,7 +11,6 @@ from transformers import AutoConfig
 import evol_rl
 import ttrl
 from engine import plan as planning
-from engine.base import UserError
 from engine.options import flat, with_values
 from engine.plan import GIB, Plan
 
@@ -192,15 +191,6 @@ def test_a_run_is_planned_for_the_gpu_it_has_and_warned(monkeypatch, capsys):
 def test_without_a_gpu_nothing_is_planned(flags, expected):
     memory = planning.settle(with_values(ttrl.Args, flags), None, torch.device("cpu"))
     assert tuple(memory.values()) == expected
-
-
-def test_a_model_that_is_no_dense_decoder_is_not_planned(capsys):
-    config = AutoConfig.for_model("mamba", num_hidden_layers=1, hidden_size=8)
-    with pytest.raises(UserError, match="of the type mamba, of which --plan does not know the memory"):
-        planning.show(ttrl.Args(), config)
-    memory = planning.settle(ttrl.Args(), config, torch.device("cuda"))
-    assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
-    assert "Warning: --model is of the type mamba" in capsys.readouterr().out
 
 
 def test_the_table_of_the_page_is_the_plans():

@@ -82,9 +82,14 @@ def free_port() -> str:
             return str(port)
 
 
+def python(ranks: int) -> list[str]:
+    """What stands before a script that runs on so many ranks, with torchrun if there are several."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
+    return [sys.executable, *(launcher if ranks > 1 else [])]
+
+
 def torchrun(ranks, *command):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen([*launcher, "--master-port", free_port(), *command], **PIPES)
+    return subprocess.Popen([*python(ranks), *command], **PIPES)
 
 
 def ended(process, timeout=300) -> SimpleNamespace:
@@ -110,10 +115,7 @@ def job(script, out, *flags) -> dict:
 def drive(ranks, folder, *jobs):
     """Start the driver on one rank (without torchrun) or on several."""
     (folder / "driver.py").write_text(DRIVER)
-    arguments = [str(folder / "driver.py"), str(ROOT), json.dumps(jobs)]
-    if ranks > 1:
-        return torchrun(ranks, *arguments)
-    return subprocess.Popen([sys.executable, *arguments], **PIPES)
+    return torchrun(ranks, str(folder / "driver.py"), str(ROOT), json.dumps(jobs))
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,13 @@
 """--show_prompt shows what is sent, with the system turn that a chat template puts in by itself."""
 
 import importlib
-import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 from conftest import toy_args
+from test_faults import TOKENIZER, WEIGHTS, copy_of_the_toy
 
 import common
-from engine import builtin
 from engine.data import SUFFIX, SYSTEM, load_problems
 
 # Qwen2.5's template, in short: where no system turn is given it inserts one of its own
@@ -45,11 +42,9 @@ def test_the_prompt_is_shown_as_it_is_sent(tmp_path, capsys):
     own = {"z_0 (--question_prompt)": USER_TURN.format("Write a problem.")}
     assert shown("dynamic_rl", capsys) == own
 
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(builtin.TOY_MODEL) / name, tmp_path / name)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=QWEN)))
-    room = dict(model=str(tmp_path), max_prompt_tokens=256, out=str(tmp_path / "run"))
+    model = copy_of_the_toy(tmp_path / "model", TOKENIZER, dict(chat_template=QWEN))
+    (model / WEIGHTS).unlink()
+    room = dict(model=str(model), max_prompt_tokens=256, out=str(tmp_path / "run"))
     z_0 = SYSTEM_TURN.format(INSERTED) + USER_TURN.format("Write a problem.")
     first = {"system": SYSTEM_TURN.format(SYSTEM) + USER_TURN.format(question),
              "suffix": SYSTEM_TURN.format(INSERTED) + USER_TURN.format(question + SUFFIX)}

@@ -1,15 +1,15 @@
 """A run saves before it does anything long, and stops when it is told to: signals and kills in evaluations,
 alone and under torchrun."""
 
+import functools
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, TIMED, fresh_state, read_lines
-from test_ranks import free_port
+from conftest import ROOT, fresh_state, read_lines, untimed
+from test_ranks import python
 
 FLAGS = ("--steps 4 --votes 4 --train_samples 4 --prompts_per_batch 4 --num_minibatches 1 --sampler hf "
          "--max_new_tokens 24 --eval toy_test --eval_samples 1 --eval_every 3").split()
@@ -33,23 +33,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    """run(*flags, slow=step, ranks=1) -> the process of a run in tmp_path/run, and where it waits."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
+def begin(folder, *flags, slow=-1, ranks=1):
+    """The process of a run in folder/run whose evaluation of step `slow` waits."""
+    (folder / "slow.py").write_text(SLOW)
+    environment = os.environ | dict(SLOW=str(slow), PYTHONPATH=str(ROOT))
+    command = [*python(ranks), "slow.py", *FLAGS, "--out", str(folder / "run"), *flags]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE,
+                            stdout=subprocess.PIPE)
 
-    def begin(*flags, slow=-1, ranks=1, out="run"):
-        launcher = [sys.executable]
-        if ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            launcher += ["--master-port", free_port()]
-        environment = os.environ | dict(SLOW=str(slow), PYTHONPATH=str(ROOT))
-        command = [*launcher, str(script), *FLAGS, "--out", str(tmp_path / out), *flags]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE,
-                                stdout=subprocess.PIPE)
 
-    return begin
+def finish(folder, *flags, ranks=1):
+    """The folder of the run, which has ended well."""
+    process = begin(folder, *flags, ranks=ranks)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """whole(ranks): the folder of the run that nobody stops."""
+    return functools.cache(lambda ranks: finish(tmp_path_factory.mktemp("whole"), ranks=ranks))
 
 
 def wait_for_evaluation(tmp_path, process, ranks) -> None:
@@ -59,20 +63,13 @@ def wait_for_evaluation(tmp_path, process, ranks) -> None:
         time.sleep(0.05)
 
 
-def untimed_lines(folder) -> list[dict]:
-    kept = []
-    for line in read_lines(folder / "metrics.jsonl"):
-        kept.append({name: value for name, value in line.items() if not name.startswith(TIMED)})
-    return kept
-
-
 @pytest.mark.parametrize("step, number, ranks", [
     (0, signal.SIGTERM, 1), (3, signal.SIGINT, 1), (3, signal.SIGKILL, 1), (4, signal.SIGTERM, 1),
     pytest.param(0, signal.SIGTERM, 2, marks=pytest.mark.slow),
     pytest.param(3, signal.SIGTERM, 2, marks=pytest.mark.slow)])
-def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, ranks, run, tmp_path):
+def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, ranks, whole, tmp_path):
     """It leaves at once, and continues from the step whose evaluation it was, as if it had never stopped."""
-    process = run(slow=step, ranks=ranks)
+    process = begin(tmp_path, slow=step, ranks=ranks)
     wait_for_evaluation(tmp_path, process, ranks)
     began = time.monotonic()
     process.send_signal(number)
@@ -85,20 +82,16 @@ def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, ranks, ru
     assert (number == signal.SIGKILL) or f"Stopped by {signal.Signals(number).name}; continue with" in errors
     assert (tmp_path / "run/final").exists() == (step == 4)
 
-    for flags, out in ((["--resume"], "run"), ([], "whole")):
-        ended = run(*flags, ranks=ranks, out=out)
-        _, errors = ended.communicate(timeout=200)
-        assert ended.returncode == 0, errors
-    assert untimed_lines(tmp_path / "run") == untimed_lines(tmp_path / "whole")
-    for name in ("evaluations.jsonl", "votes.jsonl"):
-        assert read_lines(tmp_path / "run" / name) == read_lines(tmp_path / "whole" / name)
-    ours, theirs = fresh_state(tmp_path / "run/final"), fresh_state(tmp_path / "whole/final")
+    resumed, expected = finish(tmp_path, "--resume", ranks=ranks), whole(ranks)
+    for name in ("metrics.jsonl", "evaluations.jsonl", "votes.jsonl"):
+        assert untimed(read_lines(resumed / name)) == untimed(read_lines(expected / name))
+    ours, theirs = fresh_state(resumed / "final"), fresh_state(expected / "final")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
-def test_without_checkpoints_an_evaluation_ends_before_the_run_stops(run, tmp_path):
+def test_without_checkpoints_an_evaluation_ends_before_the_run_stops(tmp_path):
     """Its steps are not saved, so a signal waits for the end of the next step, which is then saved."""
-    process = run("--checkpoint_every", "0", "--eval_every", "1", slow=1)
+    process = begin(tmp_path, "--checkpoint_every", "0", "--eval_every", "1", slow=1)
     wait_for_evaluation(tmp_path, process, 1)
     process.send_signal(signal.SIGTERM)
     time.sleep(1)

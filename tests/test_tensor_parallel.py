@@ -1,14 +1,12 @@
 """--tensor_parallel: consecutive ranks share a vLLM engine. Real engines of the CPU build, real torchrun."""
 
-import os
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT, read_lines, untimed
-from test_ranks import free_port
+from test_ranks import ENVIRONMENT, python
 
 import common
 import ttrl
@@ -16,7 +14,6 @@ from engine import base
 from engine.log import read_metrics
 from engine.options import with_values
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS = dict(dataset="toy", sampler="vllm", steps=2, votes=4, train_samples=4, prompts_per_batch=4,
              num_minibatches=2, max_prompt_tokens=128, max_new_tokens=64, lr=3e-3, entropy_coef=1.0,
              eval_samples=2, eval_every=0, checkpoint_every=0)
@@ -28,10 +25,9 @@ def run(folder, model, ranks, parallel) -> list[dict]:
     problems.write_text("\n".join((ROOT / "toy/test.jsonl").read_text().splitlines()[:5]) + "\n")
     out = folder / f"{ranks}-{parallel}"
     flags = FLAGS | dict(model=model, tensor_parallel=parallel, out=out, eval=problems)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "ttrl.py"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    command = [*python(ranks), "ttrl.py", *(f"--{name}={value}" for name, value in flags.items())]
+    environment = ENVIRONMENT | dict(VLLM_CPU_KVCACHE_SPACE="1")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return read_metrics(out)
 

@@ -139,7 +139,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
-    if as_text := unparsed(everything):
+    answers = {response.answer for response in everything} - {None}
+    if as_text := sorted(filter(compared_as_text, answers)):
         warnings.append(f"Warning: {len(as_text)} different answers could not be parsed and were compared as "
                         f"text, among them {', '.join(map(repr, as_text[:5]))}.")
     if late := len(set().union(*all_gather(given_up))):
@@ -153,12 +154,6 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         print("\n".join([table(results), *warnings]))
         print(f"\n{run.log.path / 'results.json'}")
     return results
-
-
-def unparsed(responses: list) -> list[str]:
-    """The different answers that are compared as text, since they could not be parsed."""
-    answers = dict.fromkeys(response.answer for response in responses if response.answer is not None)
-    return [answer for answer in answers if compared_as_text(answer)]
 
 
 def is_checkpoint(model: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say
 from engine.base import write_atomically
+from engine.log import read_jsonl
 from engine.options import leave
 
 
@@ -118,9 +118,7 @@ def load_newest(run_folder: Path, policy, optimizer, every: int) -> tuple[int, d
             continue
         say(f"Resumed from {folder}")
         return step, script
-    log = run_folder / "metrics.jsonl"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    made = max(map(int, re.findall(r'"step":(\d+)', text)), default=0)  # logged before its checkpoint
+    made = max([line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")], default=0)
     if made > every or complete(run_folder) or (run_folder / "final").exists():
         raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
                         "start a new run in another --out.")

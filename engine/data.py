@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.answers import LETTERS, normal_golds
-from engine.base import UserError, first_line, seed_of
+from engine.base import UserError, first_line, say, seed_of
 
 
 class Benchmark(NamedTuple):
@@ -68,7 +68,7 @@ ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "gro
 
 # ------------------------------------------------ problems ------------------------------------------------
 def load_problems(make: Callable, name: str, question_field: str = "", answer_field: str = "",
-                  quiet: bool = False, exact: bool = False) -> list:
+                  exact: bool = False) -> list:
     """Problems of a benchmark's short name, a Hub id or a local file (FILES). make: common.Problem.
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
@@ -102,13 +102,12 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
         problem = make(text, gold, len(problems), choices, before=before, also_right=also, row=row)
         problems.setdefault((text, *before), problem)
-    if not quiet:
-        known = sum(p.answer is not None for p in problems.values())
-        column = f"answer column '{answer}'" if answer else "no answer column"
-        chats = sum(bool(p.before) for p in problems.values())
-        turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
-        print(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, "
-              f"{column} ({known} gold answers), {len(rows) - len(problems)} duplicates removed", flush=True)
+    known = sum(p.answer is not None for p in problems.values())
+    column = f"answer column '{answer}'" if answer else "no answer column"
+    chats = sum(bool(p.before) for p in problems.values())
+    turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
+    say(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, {column} "
+        f"({known} gold answers), {len(rows) - len(problems)} duplicates removed")
     return list(problems.values())
 
 

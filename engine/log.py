@@ -41,7 +41,7 @@ class Log:
     def __init__(self, args, device, identity: dict):
         """identity: startup.identity's. Raises UserError if the folder cannot be used."""
         self.args, self.device, (self.rank, ranks) = args, device, rank_and_ranks()
-        self.bar, self.board, self.wandb = None, None, None
+        self.bar, self.board = None, None
         self.identity, self.before, self.record = {}, {}, {}
         self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
         self.bad_steps, self.warned, self.seconds_of_step, self.seconds_of_evaluation = 0, False, 0.0, 0.0
@@ -108,20 +108,18 @@ class Log:
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
         if self.rank == 0:
             self.history = self._keep_lines("metrics.jsonl", done)
-            evaluated = [line["step"] for line in self.history if has_evaluation(line)]
-            self._keep_lines("evaluations.jsonl", evaluated)
+            self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+            self._keep_lines("evaluations.jsonl", self.evaluated)
             for name in ("samples.jsonl", "votes.jsonl"):
                 self._keep_lines(name, done)
             self._open_boards()
-        self.history = all_gather(self.history)[0]
-        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self.evaluated = all_gather(self.evaluated)[0]
         self._forget()
 
     def _open_boards(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
         if self.args.machine.wandb:
             import wandb
-            self.wandb = wandb
             at_exit.append(wandb.finish)  # also where a run ends without unwinding
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=flat(self.args), sync_tensorboard=True)
@@ -225,7 +223,10 @@ class Log:
         if self.device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
             torch.cuda.reset_peak_memory_stats()
-        self._warn(step, metrics)
+        few = few_answers([response for group in self.groups for response in group["responses"]])
+        if few and not self.warned:
+            say(f"Warning: step {step}: {few}")
+            self.warned = True
         seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
         self.seconds_of_step = time.monotonic() - self.began
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
@@ -239,10 +240,9 @@ class Log:
             if name in metrics:
                 raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
         self._write(step, metrics | own)
-        if self.bar is not None:
+        if self.rank == 0:
             self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
             self.bar.update(1)
-        if self.rank == 0:
             for group in self.groups:
                 self.append("votes.jsonl", dict(step=step, **vote_record(group)))
             # the same problems whenever they come up
@@ -252,12 +252,6 @@ class Log:
         if step == self.first_step < self.total_steps:
             self._say_how_long(step)
         self._forget()
-
-    def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        few = few_answers([response for group in self.groups for response in group["responses"]])
-        if few and not self.warned:
-            say(f"Warning: step {step}: {few}")
-            self.warned = True
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
         """Write scores and verdicts of the policy that has made so many steps: a line of
@@ -285,10 +279,11 @@ class Log:
         """Print how long what is left takes, at the pace of this step and of the last evaluation."""
         left = range(step + 1, self.total_steps + 1)
         evaluations = sum(map(self.evaluation_is_due, left))
-        training, evaluating = len(left) * self.seconds_of_step, evaluations * self.seconds_of_evaluation
-        text = f"A step takes {self.seconds_of_step:.1f} s: {duration(training)} for the {len(left)} left"
-        if evaluating:
-            text += f", and {duration(evaluating)} for {evaluations} evaluations"
+        training = timedelta(seconds=round(len(left) * self.seconds_of_step))  # 0:02:30
+        text = f"A step takes {self.seconds_of_step:.1f} s: {training} for the {len(left)} left"
+        if evaluations and self.seconds_of_evaluation:
+            evaluating = timedelta(seconds=round(evaluations * self.seconds_of_evaluation))
+            text += f", and {evaluating} for {evaluations} evaluations"
         say(text + ".")
 
     def finish(self) -> None:
@@ -300,10 +295,6 @@ class Log:
         print(evaluation_table(self.history))
         print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
               f"Votes step by step: python -m tools.report {self.path}", flush=True)
-
-
-def duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))  # 0:02:30
 
 
 def has_evaluation(line: dict) -> bool:

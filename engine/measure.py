@@ -100,16 +100,15 @@ def trainer_way(model, plain: bool, packed: bool) -> tuple[type, str]:
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
     responses = sequences(model)
 
-    def difference(way: tuple[type, str]) -> float:
-        model.set_attn_implementation(way[1])
-        return float((values(way[0](model), responses) - expected).abs().mean())
-
     def choose() -> tuple[type, str]:
-        nonlocal expected
         expected = own_values(model, responses)
+
+        def difference(way: tuple[type, str]) -> float:
+            model.set_attn_implementation(way[1])
+            return float((values(way[0](model), responses) - expected).abs().mean())
+
         return first_that_agrees(model, "the trainer", ways, difference)
 
-    expected = None
     return on_all_ranks(lambda: choose() if rank_and_ranks()[0] == 0 else None)[0]
 
 

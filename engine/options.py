@@ -17,7 +17,7 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, all_gather, distributed, rank_and_ranks
+from engine.base import UserError, all_gather, distributed, rank_and_ranks, say
 from engine.builtin import SMOLLM2, TOY
 
 # ------------------------------------------------------- ranges ---------------------------------------------
@@ -122,14 +122,12 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     args = read_flags(args_class, description=description)  # --help ends here, with the paper's values
     if getattr(getattr(args, "machine", None), "resume", False):
         return parse_resumed(args_class, args, description)
-    overrides = defaults_of(args.model, toy, smollm2)
-    if overrides:
+    if overrides := defaults_of(args.model, toy, smollm2):
         args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
-    if overrides and rank_and_ranks()[0] == 0:
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
         given = flat(args) if hasattr(args, "machine") else vars(args)
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
-        print(f"{which} with these overrides of the paper's values:\n  {shown}", flush=True)
+        say(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
 
@@ -174,9 +172,8 @@ def parse_resumed(args_class: type, args, description: str):
         if name == "seed":
             raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
-        if rank_and_ranks()[0] == 0:
-            jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
-            print(f"Resuming with another --{name}: {value} (was {was}){jump}", flush=True)
+        jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
+        say(f"Resuming with another --{name}: {value} (was {was}){jump}")
     return args
 
 

@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.base import UserError, first_line, rank_and_ranks, say
 from engine.checkpoint import complete
+from engine.logprobs import CHUNK
 from engine.vllm_sampler import uses_vllm
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
-HEAD_CHUNK = 2 ** 26                # logits that exist at a time: CHUNK["cuda"] of engine/logprobs.py
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
 # activations and logits of vLLM's largest batch, and those, keys and values of the sampler without vLLM.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
@@ -92,7 +92,7 @@ class Plan:
         update = {"gradients": 0 if offload else 4 * shard,
                   "gathered weights": c * (self.root + 2 * self.layer),
                   "activations": self.layers * layer if self.recompute == "off" else inputs + layer,
-                  "logits": 20 * (logits if m.plain else min(HEAD_CHUNK, logits)),
+                  "logits": 20 * (logits if m.plain else min(CHUNK["cuda"], logits)),
                   "gradient of the head": 2 * c * head}
         sampler = dict(sampling=m.gpu_memory * self.gpu, vote=ASLEEP, update=ASLEEP,
                        sync=ASLEEP + c * self.weights / m.tensor_parallel)
@@ -232,8 +232,7 @@ def plan_of(args, config) -> Plan:
 def show(args, config) -> None:
     """Print the table on rank 0 and exit, with code 0 if the run fits, else 1."""
     plan = plan_of(args, config)
-    if rank_and_ranks()[0] == 0:
-        print(plan.table(), flush=True)
+    say(plan.table())
     sys.exit(1 if plan.misfit() else 0)
 
 

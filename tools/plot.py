@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from engine.base import UserError
-from engine import log
+from engine.log import read_metrics
 
 # pass@k and maj@k are those of the benchmark's largest k.
 PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority_ratio entropy
@@ -46,17 +46,6 @@ COLUMNS = 3
 
 
 # ---------------------------------------------- reading --------------------------------------------------
-def read_metrics(folder: Path) -> list[dict]:
-    """The numbers of every step of a run, with those of its evaluation."""
-    lines = []
-    for line in log.read_metrics(folder):
-        numbers = {name: value for name, value in line.items()
-                   if isinstance(value, int | float) and math.isfinite(value)}
-        if "step" in numbers:
-            lines.append(numbers)
-    return lines
-
-
 def name_of(folder: Path) -> str:
     """A run's name without its seed."""
     return re.sub(r"-seed\d+$", "", Path(folder).resolve().name)

@@ -72,10 +72,13 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
         start = box.start()
-        parts.append((_BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip(), content))
-    if len(parts) > 1:  # an answer that is said twice is one
-        parts = {(name, _key(normal_form(part))): (name, part) for name, part in reversed(parts)}
-        parts = list(parts.values())
+        parts.append((start, content))
+    if len(parts) > 1:
+        found = {}  # an answer that is said twice is one
+        for start, content in reversed(parts):
+            name = _BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip()
+            found[name, _key(normal_form(content))] = name, content
+        parts = list(found.values())
     if len(parts) < 2:
         answer = parts[0][1] if parts else ""
     else:

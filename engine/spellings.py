@@ -76,37 +76,37 @@ REWRITES = [
     (r"^((?:\\text)?\{)? ?(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer(?: is)?|[Tt]otal)[: ]+(\})?",
      lambda match: "" if match[2] else match[1] or ""),
     (r"^(?:\\text\{)? ?[A-Za-z]{3}[A-Za-z ]*(?:: ?|\bis )\}? ?(?=\\?\$?-?\d)", ""),  # The area is 25
-    (r"(?:\\|(?<![\\a-z]))sqrt ?(\d+(?:\.\d+)?)(?!\d)", r"\\sqrt{\1}"),
-    (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),
-    (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),
-    (r"[ ,.]*\\(?:checkmark|blacksquare|square|qed)(?![a-z])[ .]*$", ""),
-    (r"(?<=[\w})\]]),? ?\(? ?\\text\{ ?\(? ?(?:since|because|rounded)\b.*$", ""),
-    (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),
+    (r"(?:\\|(?<![\\a-z]))sqrt ?(\d+(?:\.\d+)?)(?!\d)", r"\\sqrt{\1}"),  # \sqrt13, sqrt 13
+    (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),  # \langle 1,2\rangle
+    (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),  # USD 500
+    (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
+    (r"[ ,.]*\\(?:checkmark|blacksquare|square|qed)(?![a-z])[ .]*$", ""),  # 42 \blacksquare
+    (r"(?<=[\w})\]]),? ?\(? ?\\text\{ ?\(? ?(?:since|because|rounded)\b.*$", ""),  # 5 \text{ (rounded)}
+    (r"(?<![\w)}])\*\*|\*\*(?![\w({\\-])|\\(?:left|right)\.", ""),  # **73, \left. x
     (r"\\operatorname\*", r"\\text"),
     (r",\\!\s*(?=\d{3})|(?<=\d)\{,\}(?=\d{3})|(?<=\d)\\[,;: ] ?(?=\d{3}(?!\d))|(?<=\d)['\u2019](?=\d{3})",
      ""),  # 10{,}080, 10'080
-    (r"(?<=\d)\{[,.]\}(?=\d)", "."),
-    (r"^(\d{1,3})\.(\d{3})\.(\d{3})$", r"\1\2\3"),
+    (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
+    (r"^(\d{1,3})\.(\d{3})\.(\d{3})$", r"\1\2\3"),  # 1.000.000
     (r"^(\d{1,2}(?:,\d{2})+),(\d{3})$", lambda match: match[1].replace(",", "") + match[2]),  # 1,00,000
-    (r"(?<=\d) ?(?:\\text\{ ?)?\bto\b ?\}? ?(?=\d)", ":"),
+    (r"(?<=\d) ?(?:\\text\{ ?)?\bto\b ?\}? ?(?=\d)", ":"),  # 3 to 4
     (r"(?<=\\nabla) ?\\times|\\times(?= ?\\(?:vec|mathbf|hat|bm|boldsymbol|overrightarrow)(?![a-z]))",
      r"\\wedge "),
-    (r"(?<!\\)\\[,;:!> ]|~|\\[hv]?(?:phantom|space)\{[^{}]*\}", " "),
+    (r"(?<!\\)\\[,;:!> ]|~|\\[hv]?(?:phantom|space)\{[^{}]*\}", " "),  # \, ~ \hspace{1em}
     (r"\\q?quad(?![a-zA-Z])(?= *(?:\\[a-z]*[tm]|\\q?quad|\\cup))", " "),
-    (r"\\q?quad(?![a-zA-Z])", ", "),
-    (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%|\\(?:text)?color(?:box)?\s*\{[^{}]*\}", ""),
-    (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),
-    (r"\\not ?=|!=", r"\\ne "),
+    (r"\\q?quad(?![a-zA-Z])", ", "),  # 2 \quad 3
+    (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%|\\(?:text)?color(?:box)?\s*\{[^{}]*\}", ""),  # \( 9\% $
+    (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),  # \dfrac
+    (r"\\not ?=|!=", r"\\ne "),  # x != 2
     (r"([<>])=", lambda match: {"<": r"\le ", ">": r"\ge "}[match[1]]),
-    (r"\*\*", "^"),
+    (r"\*\*", "^"),  # x**2
     (r"\*", r"\\cdot "),
-    (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),
+    (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),  # \frac {1}
     (r"(?<![\\\w}\]^_])\{([\w.]*)\}", r"\1"),  # {5}
     (r"\\begin\{(?:[pbB]?|small)matrix\*?\}|\\begin\{array\}(?:\{[^{}]*\})?", r"\\begin{matrix}"),
     (r"\\end\{(?:[pbB]?matrix|smallmatrix|array)\*?\}", r"\\end{matrix}"),
     (r"[(\[] ?(\\begin\{matrix\}(?:(?!\\end).)*\\end\{matrix\}) ?[)\]]", r"\1"),
-    (r" ?& ?=", "="),
+    (r" ?& ?=", "="),  # x &= 1
     (r"(?:\\\{ ?)?\\begin\{(matrix|cases|aligned)\}([^&]*=[^&]*)\\end\{\1\}",
      lambda match: match[2].replace("\\\\", ", ")),  # a system's solution
     # 3 million, 3:05 PM, for any real c
@@ -117,14 +117,14 @@ REWRITES = [
     (r"^\\text\{([^{}]*)\}$", r"\1"),
     (r"(?:,? ?\bor )?(?<![\\a-zA-Z])(?:approximately|approx|about|roughly)(?![a-z])", r"\\approx "),
     (r"\\text\{ *(\(?)\\approx *\}", r"\1\\approx "),
-    (r"\( ?\\approx[^()]*\)", ""),
+    (r"\( ?\\approx[^()]*\)", ""),  # \sqrt2 (\approx 1.41)
     # sets of real numbers
     (r"^(?:[a-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|[Aa]ll real(?: number)?s)$", r"(-\\infty, \\infty)"),
     (r"(^|\\cup ?)\](?=[^\[\]]*[\[\]](?: ?\\cup|$))", r"\1("),
     (r"(?<=[\d}a-z]) ?\[(?= ?\\cup|$)", ")"),
-    (r"\\\{ ?\\\}", r"\\emptyset "),
+    (r"\\\{ ?\\\}", r"\\emptyset "),  # \{ \}
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
-    (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),
+    (r"^\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?[|:] ?(.*)\\\}$", r"\1"),  # \{x | x>1\}
     (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
      r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""),
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b"
@@ -148,7 +148,7 @@ REWRITES = [
     (rf"(_\{{?|^) ?({'|'.join(_NUMBERS)}) ?\}}?$",
      lambda match: f"_{{{_NUMBERS.index(match[2])}}}" if match[1] else str(_NUMBERS.index(match[2]))),
     (r"^\(([0-9A-F]+)\)_|^\(([0-9A-F]+_\{?\d+\}?)\)$", lambda match: match[2] or match[1] + "_"),
-    (r"_\{\((\d+)\)\}$", r"_{\1}"),
+    (r"_\{\((\d+)\)\}$", r"_{\1}"),  # 52_{(8)}
     # numbers
     (r"^([^,(\[{]*|.*(?:frac|sqrt|\^)\{)(?<![\d.])(\d{1,3}(?:,\d{3}){1,6})(?![\d,])(?=[^,]*$)",
      lambda match: match[1] + match[2].replace(",", "")),  # 1,000 but not 1,2,3
@@ -156,9 +156,9 @@ REWRITES = [
     (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
     (r"^([^a-zA-Z]*)C_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?(?=[^a-zA-Z]*$)", r"\1\\binom{\2}{\3}"),
     (r"\(? ?\\?\b[bp]?mod(?![a-z]) ?\{?(\d+)\}? ?\)?", r"\\pmod{\1}"),
-    (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),
-    (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
-    (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),  # inf
+    (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),  # 3 x 10^8
+    (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z]|\\(?:pi|sqrt))", r"\\frac{\1}{\2}"),  # -1/2x
     # only the space of "\cot x" means anything, and that of "2 3" and "not x"
     (r"(?<![\\a-zA-Z])([a-zA-Z]{2,}) +(?=[a-zA-Z\\])", "\\1\0"),
@@ -171,13 +171,13 @@ REWRITES = [
     # \frac12 and \sqrt2 and x^2
     (r"\{([^{}]*)\\(choose|over)(?![a-z]) ?([^{}]*)\}",
      lambda match: rf"\{dict(choose='binom', over='frac')[match[2]]}{{{match[1]}}}{{{match[3]}}}"),
-    (r"\\(frac|binom) ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\\1{\2}"),
-    (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
-    (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
-    (r"\^ ?([-+]?\d+|-[a-zA-Z])", r"^{\1}"),
-    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),
+    (r"\\(frac|binom) ?([0-9a-zA-Z]|\\[a-zA-Z]+) ?", r"\\\1{\2}"),  # \frac12
+    (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),  # \frac{1}2
+    (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),  # x^(2)
+    (r"\^ ?([-+]?\d+|-[a-zA-Z])", r"^{\1}"),  # x^-2
+    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),  # x^2
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
-    (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),
+    (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),  # +5
     (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:(?: [A-Z]?|[A-Z])[a-z]*)*$|^(?i:yes|no|true|false|none)$",
      lambda match: match[0].lower()),
 ]

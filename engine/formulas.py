@@ -105,6 +105,8 @@ def _value_key(latex: str) -> str | None:
         expr = -expr.subs("y", 0) / slope  # a line is y=..., however it is written
         is_equation = False
     values = _values_at_points(expr)
+    if expr.free_symbols and min(map(abs, values)) > 10**20:  # n+2^{2025}: n would be rounded away
+        return None
     if is_equation:
         values = [(v / values[0]).evalf(60) for v in values[1:]] if expr.free_symbols else [sympy.nan]
     if not all(v.is_number and v.is_finite for v in values):
@@ -115,8 +117,6 @@ def _value_key(latex: str) -> str | None:
     if sum(real) > 2 and not expr.has(sympy.I):  # \sqrt{1/n} is 1/\sqrt{n}, where it is real
         keys = [key if is_real else "not real" for key, is_real in zip(keys, real, strict=True)]
     if len(set(keys)) == 1:
-        if expr.free_symbols and (is_equation or abs(parts[0][0]) > 10**20):  # n+2^{2025}: n is rounded away
-            return None
         keys = keys[:1]  # a constant: \sin^2x+\cos^2x
     if len(keys) == 1 and not is_equation and not parts[0][1]:  # a rational number after all: \log_28
         value = Fraction(str(parts[0][0]))

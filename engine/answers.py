@@ -65,25 +65,21 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
         end = _closed_at(text, box.end()) if box[1] else box.end()
         if end is None:
             break
-        content = text[box.end():end].strip() if box[1] else (box[2] or box[3]).rstrip(".,")
-        end += bool(box[1])
+        content = text[box.end():end - 1].strip() if box[1] else (box[2] or box[3]).rstrip(".,")
         if _EMPTY.fullmatch(content):
             continue
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
         start = box.start()
         parts.append((start, content))
-    if len(parts) > 1:
-        found = {}  # an answer that is said twice is one
-        for start, content in reversed(parts):
-            name = _BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip()
-            found[name, _key(normal_form(content))] = name, content
-        parts = list(found.values())
-    if len(parts) < 2:
-        answer = parts[0][1] if parts else ""
-    else:
-        answer = ", ".join(name + content for name, content in parts)
-        answer += ")" if parts[0][0].endswith("(") else ""  # (\boxed{1}, \boxed{2}) is a point
+    answer = parts[0][1] if parts else ""
+    found = {}  # an answer that is said twice is one
+    for start, content in reversed(parts) if len(parts) > 1 else ():
+        name = _BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip()
+        found[name, _key(normal_form(content))] = name + content
+    if len(found) > 1:
+        answer = ", ".join(found.values())
+        answer += ")" if next(iter(found))[0].endswith("(") else ""  # (\boxed{1}, \boxed{2}) is a point
     return (read_choice(answer, choices) if choices else answer) or None
 
 
@@ -101,12 +97,12 @@ def _after_thoughts(text: str, prompt: str) -> str:
 
 
 def _closed_at(text: str, start: int) -> int | None:
-    """Where the brace is closed that was opened just before start; None if nothing closes it."""
+    """Just behind the brace that closes the one before start; None if nothing closes it."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # \{ and \} are no braces
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
-            return brace.start()
+            return brace.end()
     return None
 
 
@@ -127,7 +123,7 @@ def read_choice(text: str, choices: int) -> str | None:
         return None
     opened, letter, closed, rest = match.groups()
     other, joined = f"(?!{letter})[{letters}]", "" if opened else r"(?:\b(?:or|and)\b|[,;/&\n])\s*"
-    labelled = joined + re.escape(opened) + other + (r"[.:)\]]" if closed[:1] in tuple(".:)]") else "(?!)")
+    labelled = joined + re.escape(opened) + other + (r"[.:)\]]" if closed[0] in ".:)]" else "(?!)")
     undecided = rf"{labelled}|^{other}\b|^(?:\W|or\b|and\b)*{other}(?:\W|or\b|and\b|[{letters}]\b)*$"
     return None if re.search(undecided, rest) else letter
 
@@ -157,12 +153,14 @@ def normal_form(answer: str) -> str:
             answer = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)(?:\s*[CF]\b)?|\\degrees?\b", "", answer)
         if answer.startswith("{") and _enclosed(answer) and not re.search(r"\\(?:over|choose)", answer):
             answer = answer[1:-1]
+        # "or" is a union between inequalities (x<1 or x>2) and \lor between several names (x=0 or y=0); else
+        # REWRITES make it a comma (x=1 or x=2)
         relation = re.search(r"[<>]|\\(?:[lg](?:e|t|eq|eqslant)|neq?|infty)(?![a-z])", answer)
         if relation or "=" in answer:  # of statements, the logical signs join
             answer = re.sub(r"\\(?:lor|vee)(?![a-z])", r"\\text{or}", answer)
             answer = re.sub(r"\\(?:land|wedge)(?![a-z])", r"\\text{and}", answer)
         names = set(re.findall(r"([a-zA-Z]\w*)\s*=", answer))
-        if relation or len(names) > 1:  # of intervals, "or" is the union
+        if relation or len(names) > 1:
             either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])"
             answer = re.sub(either, r"\\cup " if relation else r"\\lor ", answer)
         for pattern, replacement in REWRITES:
@@ -204,14 +202,12 @@ def _name_and_value(part: str) -> tuple[str, str]:
     else:
         named = re.fullmatch(NAME, name)
     value = sides[-1]
-    if re.match(rf"\\(?:(?!sqrt){FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?!\^|[a-z])", name):
+    if re.match(rf"\\(?!sqrt)(?:{FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?!\^|[a-z])", name):
         named = _number(value) is not None  # \cos A = 3/5
     if named and not _closed(value):
-        same = all(_key(side) == _key(value) for side in sides[1:-1])
-        named = same and not _is_equation(name, value)
-    if any(re.fullmatch(rf"-?\d*{NAME}", side) for side in sides[1:-1]):  # AB=2BC=10
-        named = False
-    if named and len(sides) > 1:
+        named = all(_key(side) == _key(value) for side in sides[1:-1]) and not _is_equation(name, value)
+    chained = any(re.fullmatch(rf"-?\d*{NAME}", side) for side in sides[1:-1])  # AB=2BC=10
+    if named and not chained and len(sides) > 1:
         return name, value
     numbers = {_number(side) for side in sides} - {None}  # 2=1 is no 1
     return "", value if len(numbers) < 2 and _closed("".join(sides)) else "=".join(sides)  # 12\cdot5=60
@@ -220,18 +216,17 @@ def _name_and_value(part: str) -> tuple[str, str]:
 def _is_equation(name: str, value: str) -> bool:
     """Whether name = value is like y'=y, a_{n+1}=2a_{n}, f(x+1)=x^2, AB=AC; v=v_{0}+at says what v is."""
     symbol = re.search(r"\\(?!d?dot|frac|vec|overline)[a-zA-Z]+|[a-ce-zA-Z]", name)
-    index = re.search(r"[_(]\{?(.*?)[)}]?$", name)
-    index = index[1] if index else ""
+    index = re.search(r"(?:[_(]\{?(.*?)[)}]?)?$", name)[1] or ""
     found = re.findall(r"\\[a-zA-Z]+|[a-zA-Z](?:_\{[^{}]*\})?", value)
     own = [x for x in found if symbol and x.split("_")[0] == symbol[0]]
     own = [x for x in own if x == symbol[0] or {*index} & {*x[3:-1]}]
     return bool(own or re.search(r"[-+]|\d[a-z]", index) or re.fullmatch("[A-Z]{2,}", value))
 
 
-def _depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
+def _depths(text: str) -> list[int]:
     """How deep in brackets it is after each character. Any kind closes any other: 0 < x <= 1 is (0, 1]."""
-    text = text.replace(r"\begin", opening[0] + "begin").replace(r"\end", closing[0] + "end")
-    return list(accumulate((character in opening) - (character in closing) for character in text))
+    text = text.replace(r"\begin", "(begin").replace(r"\end", ")end")  # of the same length
+    return list(accumulate((character in "([{") - (character in ")]}") for character in text))
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
@@ -310,22 +305,15 @@ def _key(s: str, depth: int = 0, named: bool = False) -> str:
         inside = s[2:-2].strip()
         key = _key(inside, depth + 1)  # only the outer braces of a list mean nothing
         return f"set({key})" if depth or inside.startswith((r"\{", r"\emptyset")) else key
-    alternatives = _split(s, r"\lor")
-    if len(alternatives) > 1:
-        return " or ".join(sorted(_key(part, depth + 1) for part in alternatives))
     elements = []
     for element in _split(s):  # 1\pm\sqrt{2} is a list of two
         upper, lower = [re.sub(r"\\([pm])[pm](?![a-z])", lambda sign: signs[sign[1] == "m"], element)
                         for signs in ("+-", "-+")]
         elements += [upper, lower] if element.count(r"\pm") == 1 and upper != lower else [element]
-    if len(elements) > 1:
-        names = {_interval(element)[0] for element in elements}
-        keys = sorted(_key(element, depth + 1, len(names) > 1) for element in elements)
-        return "{" + "; ".join(keys) + "}"
-    union = _split(s, r"\cup")
-    if len(union) > 1:
-        names = {_interval(part)[0] for part in union}
-        return "U".join(sorted(_key(part, depth + 1, len(names) > 1) for part in union))
+    for parts, sign in ((_split(s, r"\lor"), " or "), (elements, "; "), (_split(s, r"\cup"), " U ")):
+        if len(parts) > 1:  # of several names, each part keeps its own
+            several = len({_interval(part)[0] for part in parts}) > 1
+            return "{" + sign.join(sorted(_key(part, depth + 1, several) for part in parts)) + "}"
     if s[:1] in ("(", "[", "{") and _enclosed(s):
         inside = [_key(part, depth + 1) for part in _split(s[1:-1])]
         if len(inside) > 1:
@@ -339,7 +327,7 @@ def _key(s: str, depth: int = 0, named: bool = False) -> str:
             rows.append("; ".join(_key(cell, depth + 1) for cell in row.split("&")))
         return "matrix(" + " \\ ".join(rows) + ")"
     name, interval = _interval(s)
-    if interval:  # of several names, each keeps its own
+    if interval:  # x>2 is (2, \infty), whatever its name; among several names it keeps its own
         named = named or not _closed(interval) or not re.fullmatch(r"\\?[a-z]+(?:_\{\w+\})?|[A-Z]", name)
         return (f"{name} in " if named else "") + _key(interval, depth + 1)
     if (number := _number(s)) is not None:
@@ -362,10 +350,9 @@ def _interval(s: str) -> tuple[str, str]:
     r"""x\ge2 is ('x', '[2, \infty)'). Other inequalities, ('', ''), are compared as they are written."""
     parts = re.split(r" ?(<|>|\\(?:[lg]e|ne)(?![a-zA-Z])) ?", s)
     if len(parts) == 3 and parts[1] == r"\ne":
-        parts = parts if re.fullmatch(NAME, parts[0]) else parts[::-1]
-        if not re.fullmatch(NAME, parts[0]):
-            return "", ""
-        return parts[0], rf"(-\infty, {parts[2]})\cup({parts[2]}, \infty)"
+        name, _, value = parts if re.fullmatch(NAME, parts[0]) else parts[::-1]
+        either = rf"(-\infty, {value})\cup({value}, \infty)"
+        return (name, either) if re.fullmatch(NAME, name) else ("", "")
     if ">" in parts or r"\ge" in parts:  # read from right to left
         mirrored = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
         parts = [mirrored.get(part, part) for part in reversed(parts)]
@@ -379,22 +366,20 @@ def _interval(s: str) -> tuple[str, str]:
 
 
 _DECIMAL = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
-_FRACTION = rf"([-+]?)(\d*)(?:\\frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}|(?<!\d)(\d+)/(\d+))"
+_FRACTION = rf"([-+]?)(\d*)\\frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}"
 
 
 def _number(s: str) -> Fraction | None:
     r"""The value of -12, 0.5, 4.5e33, 3/4, \frac{3}{4}, 1\frac{3}{4}; None of others."""
     if len(s) > 60:
         return None
-    if re.fullmatch(_DECIMAL, s, re.ASCII):
+    if re.fullmatch(rf"{_DECIMAL}|[-+]?\d+/0*[1-9]\d*", s, re.ASCII):
         return Fraction(s)
     fraction = re.fullmatch(_FRACTION, s, re.ASCII)
     if not fraction:
         return None
-    sign, whole, above, below, above_slash, below_slash = fraction.groups()
-    numerator = Fraction(above or above_slash)
-    denominator = Fraction(below or below_slash)
-    if not denominator or whole and not (above + below).isdigit():  # a mixed number has whole parts
+    sign, whole, above, below = fraction.groups()
+    if not Fraction(below) or whole and not (above + below).isdigit():  # a mixed number has whole parts
         return None
-    value = int(whole or 0) + numerator / denominator
+    value = int(whole or 0) + Fraction(above) / Fraction(below)
     return -value if sign == "-" else value

@@ -15,17 +15,15 @@ from functools import lru_cache
 from zlib import crc32
 
 _COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
-    ln log exp lfloor rfloor lceil rceil binom lvert rvert circ hbar alpha beta gamma delta epsilon varepsilon
-    zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Delta Theta Lambda Sigma Phi
-    Psi Omega""".split())
+    ln log exp lfloor rfloor lceil rceil binom circ hbar alpha beta gamma delta epsilon zeta eta theta kappa
+    lambda mu nu xi rho sigma tau phi chi psi omega Delta Theta Lambda Sigma Phi Psi Omega""".split())
 _REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} | =.*=
-    | (?<![\\a-zA-Z])[a-zA-Z]{4} | ^([A-E]|[a-zA-Z]{3})$                    # words, the letter of a choice
+    | (?<![\\a-zA-Z])[a-zA-Z]{3}[a-zA-Z ] | ^([A-E]|[a-zA-Z]{3})$           # words, the letter of a choice
     | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
     | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
-    | [f-hF-H]\^\{-1\}\( | \^\{\(                                           # a function's inverse, derivative
-    | [A-Za-z]\^\{(T|\\top)\} | [A-Z]\^\{-1\}[A-Z] | [A-Z][^+]*[A-Z]\^\{-1\}  # products of matrices
+    | [f-hF-H]\^\{-1\}\( | \^\{\( | [A-Z][a-z]?_\{?\d\}?[A-Z]               # inverse, derivative, chemistry
+    | [A-Za-z]\^\{T\} | [A-Z]\^\{-1\}[A-Z] | [A-Z][^+]*[A-Z]\^\{-1\}        # products of matrices
     | (?<!sqrt)\[[^()\[\]]*\] | -0\d | ^\((\d|[a-e]|i+)\)[^()+*/^-]+\(        # floors, dates, labels of parts
-    | (?<![\\a-zA-Z])[a-zA-Z]{3,}[ ] | [A-Z][a-z]?_\{?\d\}?[A-Z]             # words, chemistry
     """, re.VERBOSE | re.ASCII)
 given_up: set[str] = set()
 """Formulas that took more than their second, or killed the worker; evaluate.py prints how many there are."""
@@ -45,10 +43,8 @@ def formula_key(formula: str) -> str | None:
     s = re.sub(r"(\d+)\.(\d+)", lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", formula)
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
-    s = re.sub(r"\\gamma(?![a-zA-Z])", r"\\varpi ", s)  # which would be read as a function
-    s = re.sub(r"\\Delta ?([a-zA-Z])", r"\1_{D}", s)    # no product
-    # i is imaginary, I is not
-    s = re.sub(r"\\[a-zA-Z]+|I", lambda found: r"\Upsilon " if found[0] == "I" else found[0], s)
+    s = re.sub(r"\\Delta ?([a-zA-Z])", r"\1_{D}", s)  # no product
+    s = s.replace(r"\gamma", r"\varpi ").replace("I", r"\Upsilon ")  # no function; i is imaginary, I is not
     worker = _running_worker()
     try:
         print(s, file=worker.stdin, flush=True)

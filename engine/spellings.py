@@ -16,7 +16,7 @@ _SPELLINGS = {  # a command: the commands that mean the same
     r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "times ast",
     r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq", "<": "lt", ">": "gt",
     "|": "lvert rvert vert mid", r"\emptyset": "varnothing",
-    r"\{": "lbrace", r"\}": "rbrace", r"\wedge": "land", r"\vee": "lor", r"\ldots": "dots cdots dotsc",
+    r"\{": "lbrace", r"\}": "rbrace", r"\wedge": "land", r"\lor": "vee", r"\ldots": "dots cdots dotsc",
     r"\approx": "simeq thickapprox approxeq doteq", r"\setminus": "backslash smallsetminus",
     r"\epsilon": "varepsilon", r"\phi": "varphi", ":": "colon",
 }
@@ -76,7 +76,7 @@ REWRITES = [
     (r"^((?:\\text)?\{)? ?(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer(?: is)?|[Tt]otal)[: ]+(\})?",
      lambda match: "" if match[2] else match[1] or ""),
     (r"^(?:\\text\{)? ?[A-Za-z]{3}[A-Za-z ]*(?:: ?|\bis )\}? ?(?=\\?\$?-?\d)", ""),  # The area is 25
-    (r"(?:\\|(?<![\\a-z]))sqrt ?(\d+(?:\.\d+)?)(?!\d)", r"\\sqrt{\1}"),  # \sqrt13, sqrt 13
+    (r"(?:\\|(?<![\\a-z]))sqrt ?(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),  # \sqrt13, sqrt 13
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),  # \langle 1,2\rangle
     (r"^(?:\\text\{)? ?(?:Rs\.?|INR|USD|EUR|GBP|CNY|RMB|US|HK)[ .]*\}? ?(?=\\?\$? ?\d)", ""),  # USD 500
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
@@ -103,8 +103,7 @@ REWRITES = [
     (r"\*", r"\\cdot "),
     (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),  # \frac {1}
     (r"(?<![\\\w}\]^_])\{([\w.]*)\}", r"\1"),  # {5}
-    (r"\\begin\{(?:[pbB]?|small)matrix\*?\}|\\begin\{array\}(?:\{[^{}]*\})?", r"\\begin{matrix}"),
-    (r"\\end\{(?:[pbB]?matrix|smallmatrix|array)\*?\}", r"\\end{matrix}"),
+    (r"\\(begin|end)\{(?:(?:[pbB]?|small)matrix|array)\}(?:(?<=n\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
     (r"[(\[] ?(\\begin\{matrix\}(?:(?!\\end).)*\\end\{matrix\}) ?[)\]]", r"\1"),
     (r" ?& ?=", "="),  # x &= 1
     (r"(?:\\\{ ?)?\\begin\{(matrix|cases|aligned)\}([^&]*=[^&]*)\\end\{\1\}",
@@ -133,8 +132,8 @@ REWRITES = [
     (rf"(?<=[\w}})!])(?:(?: |/|\\cdot|\\mu|(?<=\d)-)*{_TEXT_UNIT}{_POWER})+ ?$", ""),  # 5 \text{ cm}^2
     (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
     (rf"(?<=\d) ?(?:\\text\{{)? ?(?:(?![{_CHINESE_NUMBERS}])[\u4e00-\u9fff])+ ?\}}?$", ""),
-    (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|[kM]?\\Omega){_POWER}"
-     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|nm|rad){_POWER}| ?(?:[kMG]?(?:eV|Hz|Pa)|mL|mol){_POWER}"
+    (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega){_POWER}"
+     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|nm|rad){_POWER}"
      rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({_SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
     (r"\\text\{\s*,?\s*(?:and|or|ou|et|y|o|oder|und)\s*\}|(?<![a-zA-Z\\])(?:and|or|oder|und)(?![a-zA-Z])",
      ", "),  # "1, 2 and 3" is a list
@@ -160,7 +159,7 @@ REWRITES = [
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),  # 3 x 10^8
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<![\w.})\]])(\d+)/(\d+)(?=[a-zA-Z]|\\(?:pi|sqrt))", r"\\frac{\1}{\2}"),  # -1/2x
-    # only the space of "\cot x" means anything, and that of "2 3" and "not x"
+    # \0 marks a space that means something ("\cot x", "2 3", "not x") until the others are gone
     (r"(?<![\\a-zA-Z])([a-zA-Z]{2,}) +(?=[a-zA-Z\\])", "\\1\0"),
     (r"[, ]*\\cup[, ]*", r"\\cup "),
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),
@@ -175,7 +174,7 @@ REWRITES = [
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),  # \frac{1}2
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),  # x^(2)
     (r"\^ ?([-+]?\d+|-[a-zA-Z])", r"^{\1}"),  # x^-2
-    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),  # x^2
+    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*)", r"\1{\2}"),  # x^2
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),  # +5
     (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:(?: [A-Z]?|[A-Z])[a-z]*)*$|^(?i:yes|no|true|false|none)$",
@@ -191,9 +190,8 @@ def to_ascii(text: str) -> str:
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
     text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
-    text = unicodedata.normalize("NFKC", text.translate(_SIGN))
-    text = text.translate(_SIGN)
-    text = re.sub("[\u0391-\u03c9]", lambda letter: _greek(letter[0]), text)
+    text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
+    text = re.sub("[\u0391-\u03a1\u03a3-\u03c9]", lambda letter: _greek(letter[0]), text)
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))
 
 

@@ -164,7 +164,7 @@ def normal_form(answer: str) -> str:
             either = r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])"
             answer = re.sub(either, r"\\cup " if relation else r"\\lor ", answer)
         for pattern, replacement in REWRITES:
-            answer = re.sub(pattern, replacement, answer)
+            answer = pattern.sub(replacement, answer)
         answer = _without_names(answer)
         if answer == before:
             return answer

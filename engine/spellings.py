@@ -180,6 +180,7 @@ REWRITES = [
     (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:(?: [A-Z]?|[A-Z])[a-z]*)*$|^(?i:yes|no|true|false|none)$",
      lambda match: match[0].lower()),
 ]
+REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in REWRITES]
 
 
 def to_ascii(text: str) -> str:

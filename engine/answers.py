@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
 def read_choice(text: str, choices: int) -> str | None:
     """The letter that a text chooses: "A. 42", "(A) 42", "Option A"; None of "A cat", "H_2O", "A or B"."""
     letters, text = LETTERS[:choices], re.sub(r"[}$]", "\t", _STYLE.sub("\t", to_ascii(text)))
-    text = re.sub(r"[{*`\\]", "", text).strip(" \t\n\"\u201c\u201d\u2018\u2019") + "\n"
+    text = re.sub(r"[{*`\\]", "", text).strip(" \t\n\"\u2018\u2019") + "\n"
     words = (r"(?:(?i:the|my|final|correct|best|right|option|choice|statement|answer|ans|respuesta|antwort"
              r"|is)\b[\s:.=]*|[\u9009\u9879\u7b54\u6848\u662f]+[\s:]*)*")
     behind = r"([.:;)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2}|\d)|\s*[\t\n]|\s+(?=\())"

@@ -26,7 +26,7 @@ _SIGNS = {
     "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ",
     "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3001": ",",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
-    "\u3002": ".", "\u6216": r"\text{or}", "\u548c\u4e14": r"\text{and}", "\u2236": ":",
+    "\u3002": ".", "\u201c\u201d": '"', "\u6216": r"\text{or}", "\u548c\u4e14": r"\text{and}", "\u2236": ":",
     "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark ",
 }
 _SIGN = {ord(sign): command for signs, command in _SIGNS.items() for sign in signs}
@@ -97,7 +97,7 @@ REWRITES = [
     (r"\\q?quad(?![a-zA-Z])", ", "),  # 2 \quad 3
     (r"(?<!\\)\\[()\[\]]|\\?\$|\\?%|\\(?:text)?color(?:box)?\s*\{[^{}]*\}", ""),  # \( 9\% $
     (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),  # \dfrac
-    (r"\\not ?=|!=", r"\\ne "),  # x != 2
+    (r"\\not ?=|(?<![\d)}])!=", r"\\ne "),  # x != 2, but 5!=120
     (r"([<>])=", lambda match: {"<": r"\le ", ">": r"\ge "}[match[1]]),
     (r"\*\*", "^"),  # x**2
     (r"\*", r"\\cdot "),
@@ -105,7 +105,7 @@ REWRITES = [
     (r"(?<![\\\w}\]^_])\{([\w.]*)\}", r"\1"),  # {5}
     (r"\\(begin|end)\{(?:(?:[pbB]?|small)matrix|array)\}(?:(?<=n\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
     (r"[(\[] ?(\\begin\{matrix\}(?:(?!\\end).)*\\end\{matrix\}) ?[)\]]", r"\1"),
-    (r" ?& ?=", "="),  # x &= 1
+    (r",? ?& ?(=?)", lambda match: match[1] or "&"),  # x &= 1
     (r"(?:\\\{ ?)?\\begin\{(matrix|cases|aligned)\}([^&]*=[^&]*)\\end\{\1\}",
      lambda match: match[2].replace("\\\\", ", ")),  # a system's solution
     # 3 million, 3:05 PM, for any real c

@@ -168,7 +168,7 @@ EQUAL_REPORTS = [
     ["x >= 5", r"x\ge 5", r"\{x | x \ge 5\}", r"\{x\in\mathbb{R} : x\ge5\}"], ["x**2", "x^2"],
     ["2*x", "2x", "{2}x"], [r"3\text{ million}", "3 million", "3,000,000", "3 000 000"],
     ["3:05 PM", r"3:05\text{ p.m.}", "3:05 pm"], [r"\text{Evelyn}", "Evelyn", r"\operatorname*{Evelyn}"],
-    ["No Solution", "no solution"], ["YES", "yes"],
+    ["No Solution", "no solution"], ["YES", "yes", "\u201cYes\u201d"],
     [r"\sqrt{2} (approximately 1.41)", r"\sqrt{2} \text{ (approx. 1.41)}", r"\sqrt{2}\text{ or about }1.41"],
     [r"2x+c, c\in\mathbb{R}", "2x+c", r"2x+c \text{ for any real } c"], [r"5 \frac{\text{m}}{\text{s}}", "5"],
     ["52 (base 8)", "52_8", "(52)_8", "52_{(8)}", r"52_{\text{eight}}"], ["3 x 10^5", "300000"],
@@ -250,7 +250,7 @@ EQUAL_REPORTS = [
     [r"5\text{ (since }5>0)", r"5 \text{ (rounded)}", r"\text{Total: }5", r"\mathbf{Answer:}\ 5", "5"],
     ["1'000'000", "1.000.000", "10,00,000", "1000000"], ["3{,}5", "3{.}5", "3.5"], ["0.(3)", r"\frac13"],
     ["\u0663\u0665", "35"], [r"{3 \over 4}", r"\nicefrac{3}{4}", r"\sfrac34", r"\frac34"],
-    ["C_{10}^{3}", r"\binom{10}{3}", "120"], [r"\text{Seven}", "seven", "7"], [r"\text{zero}", "0"],
+    ["C_{10}^{3}", r"\binom{10}{3}", "120", "5!=120"], [r"\text{Seven}", "seven", "7"], [r"\text{zero}", "0"],
     [r"x=1 \text{ ou } x=2", "x = 1 oder x = 2", r"1\text{ y }2", "1\u62162", "1, 2"],
     ["]1,2[", "(1,2)"], [r"]-\infty;2]", r"(-\infty,2]", "x\\le 2"],
     [r"[1,\infty[ \cup ]-2,0[", r"(-2,0)\cup[1,\infty)"],
@@ -266,7 +266,8 @@ EQUAL_REPORTS = [
     [r"\\begin{matrix}x\\\\2\\end{matrix}", r"\begin{matrix}x\\2\end{matrix}"],
     ["1,143,164,198,242,263,297,341", "143,1,164,198,242,263,297,341"],
     [r"2013(1-(\frac{2012}{2013})^{2013})", r"\frac{2013^{2013}-2012^{2013}}{2013^{2012}}"],
-    [r"\begin{pmatrix}1&2\cr3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]]
+    [r"\begin{pmatrix}1&2\cr3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"],
+    [r"\begin{cases}1,& x>0\\ 2,& x\le0\end{cases}", r"\begin{cases}1 & x>0\\ 2 & x\le0\end{cases}"]]
 DIFFERENT_REPORTS = [
     ["a>0, b<0", "a<0, b>0", r"a>0\text{ or }b<0"], [r"x\ge1, y\ge2", r"x\ge2, y\ge1"],
     ["m>2 or n<1", "n>2 or m<1"], [r"x\ne1, y\ne2", r"x\ne2, y\ne1"], ["3 to 4", r"4\text{ to }3", "34"],

@@ -19,28 +19,30 @@ from functools import lru_cache
 from itertools import accumulate
 
 from engine.formulas import formula_key
-from engine.spellings import FUNCTIONS, NAME, NAMES, REWRITES, to_ascii
+from engine.spellings import FUNCTIONS, NAME, NAMES, REWRITES, STYLES, SYMBOLS, to_ascii
 
 
 # ----------------------------------------------- extraction -----------------------------------------------
-# \boxed{...}, \boxed 5, \boxed5, \boxed\frac{1}{2}
-_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)|"
-                  r"(\\(?!begin|text)[a-zA-Z]+(?:\{[^{}]*\})*))")
-# a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
-_EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|"
+# \boxed{...}, \boxed 5, \boxed5, \boxed B, \boxed\frac{1}{2}
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|"
+                  r"(\\(?!begin)[a-zA-Z]+(?:\{[^{}]*\})*))")
+# a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}; one that is denied
+_EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|\\phantom\{\w*\}|"
                     r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
                     r"\b(?:your|the|my|final|answer|result|here)\b)*", re.IGNORECASE)
 _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^\s=,()]*\)){0,20}\s*=\s*)?"
-# between the boxes of one list: separators, numbers of parts, the name of the next one
-_GAP = re.compile(rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|\([a-e]\)|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
+_DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")
+# between the boxes of one list: a unit, separators, numbers of parts, the name of the next one
+_GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]|and\b)))?"
+                  rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|\([a-e]\)|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
 _BEFORE = re.compile(_NAMED + r"\(?\s*$")
-_STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox|emph)[a-z]*|(?:left|right|"
-                    r"rm|bf|it|sf|tt|[bB]igg?[lrm]?|displaystyle|q?quad)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
+_STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox)[a-z]*|"
+                    rf"(?:{STYLES}|q?quad)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
 # <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], gpt-oss's channels
 _THOUGHT = re.compile(
     r"[<\u25c1]\|?(/|end_(?:of_)?)?(?:begin_(?:of_)?|start_)?([\w:]{0,20}?(?:think|thought|reason|reflect|"
     r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|>(?:(final)|analysis)"
-    r"|<unused9(?:(5)|4)>",  # MedGemma's
+    r"(?:<\|message\|>)?|<unused9(?:(5)|4)>",  # MedGemma's
     re.IGNORECASE)
 LETTERS = "ABCDEFGHIJ"
 
@@ -65,8 +67,8 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
         end = _closed_at(text, box.end()) if box[1] else box.end()
         if end is None:
             break
-        content = text[box.end():end - 1].strip() if box[1] else (box[2] or box[3]).rstrip(".,")
-        if _EMPTY.fullmatch(content):
+        content = text[box.end():end - 1].strip() if box[1] else (box[2] or box[3] or box[4]).rstrip(".,")
+        if _EMPTY.fullmatch(content) or _DENIED.search(text[max(0, box.start() - 20):box.start()]):
             continue
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
@@ -108,7 +110,7 @@ def _closed_at(text: str, start: int) -> int | None:
 
 def _plain(text: str) -> str:
     """The text without LaTeX's and Markdown's styles."""
-    return re.sub(r"[{}$*`]", "", _STYLE.sub(" ", text))
+    return re.sub(r"[{}*`]|\\?\$", "", _STYLE.sub(" ", to_ascii(text)))
 
 
 def read_choice(text: str, choices: int) -> str | None:
@@ -117,7 +119,7 @@ def read_choice(text: str, choices: int) -> str | None:
     text = re.sub(r"[{*`\\]", "", text).strip(" \t\n\"\u2018\u2019") + "\n"
     words = (r"(?:(?i:the|my|final|correct|best|right|option|choice|statement|answer|ans|respuesta|antwort"
              r"|is)\b[\s:.=]*|[\u9009\u9879\u7b54\u6848\u662f]+[\s:]*)*")
-    behind = r"([.:;)\]]+|\s[-\u2013]\s|\s*\u2014|,(?=\s+[a-z]{2}|\d)|\s*[\t\n]|\s+(?=\())"
+    behind = r"([.:;)\]]+|\s[-\u2013]\s|\s*(?:\u2014|--)|,(?=\s+[a-z]{2}|\d)|\s*[\t\n](?![_^])|\s+(?=\())"
     match = re.fullmatch(rf"{words}([(\[]?)\s*([{letters}])\s*{behind}(.*)", text, re.DOTALL)
     if not match:
         return None

@@ -20,6 +20,7 @@ _SPELLINGS = {  # a command: the commands that mean the same
     r"\approx": "simeq thickapprox approxeq doteq", r"\setminus": "backslash smallsetminus",
     r"\epsilon": "varepsilon", r"\phi": "varphi", ":": "colon",
 }
+STYLES = "|".join(_SPELLINGS[""].split())
 _COMMAND = {other: command + " " for command, others in _SPELLINGS.items() for other in others.split()}
 _SIGNS = {
     "\u2044\u00f7": "/", "\u2212\u2010\u2013": "-", "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
@@ -54,7 +55,7 @@ _SYMBOL = (
     r"|mi|lbs?|oz|mph|kmh|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)"
 )
 _POWER = r"(?: ?\^ ?(?:-?\d|\{-?\d\}))?"
-_SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
+SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
 _WORDS = (
     r"(?![^{}]*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
     r"|fewer|ago|before|after|late|early|ahead|behind|tens|greater|smaller|higher|lower|faster|slower|warmer"
@@ -65,7 +66,7 @@ _WORDS = (
     r"|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point"
     r"|way|sq|USD)\b[a-zA-Z ./-]*"
 )
-_TEXT_UNIT = rf"\\text\{{ ?(?:{_SYMBOLS}|{_WORDS}) ?\.?\}}"
+_TEXT_UNIT = rf"\\text\{{ ?(?:{SYMBOLS}|{_WORDS}) ?\.?\}}"
 
 
 # Applied in this order, again and again until nothing changes.
@@ -134,7 +135,7 @@ REWRITES = [
     (rf"(?<=\d) ?(?:\\text\{{)? ?(?:(?![{_CHINESE_NUMBERS}])[\u4e00-\u9fff])+ ?\}}?$", ""),
     (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega){_POWER}"
      rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|nm|rad){_POWER}"
-     rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({_SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
+     rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
     (r"\\text\{\s*,?\s*(?:and|or|ou|et|y|o|oder|und)\s*\}|(?<![a-zA-Z\\])(?:and|or|oder|und)(?![a-zA-Z])",
      ", "),  # "1, 2 and 3" is a list
     (r"(?<=\d) ?(?:\^ ?\{ ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}|\^? ?\\text\{ ?(?:st|nd|rd|th) ?\}"

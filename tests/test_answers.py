@@ -34,6 +34,22 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"<think>\boxed{1}</think> so two", None),
     (r"put it in \boxed as asked: \boxed{4}", "4"),
     (r"\boxed{4}. I used \boxed as asked.", "4"),
+    (r"\(\boxed{3}\), \(\boxed{5}\), \(\boxed{7}\)", "3, 5, 7"),
+    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"), (r"\boxed{1}; \boxed{2}", "1, 2"),
+    (r"$x=\boxed{2}, y=\boxed{3}$", "x=2, y=3"), (r"(\boxed{1}, \boxed{2})", "(1, 2)"),
+    (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
+    (r"\boxed{7}. The final answer is in \boxed{}", "7"),
+    (r"\boxed{7}, as in \boxed{\text{your answer}}", "7"),
+    ("\\boxed{B}\n\n\\boxed{B}", "B"), (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),
+    (r"<unused94>thought \boxed{3}", None), (r"<unused94>thought \boxed{3}<unused95>\boxed{4}", "4"),
+    (r"\boxed5", "5"), (r"\boxed\frac{1}{2}", r"\frac{1}{2}"), (r"\boxed{5}, so \boxed{5}.", "5"),
+    (r"<think>I try \boxed{1} hmm", None), (r"<thinking>\boxed{1}</thinking> two", None),
+    (r"<reasoning>\boxed{1}</reasoning> \boxed{2}", "2"), (r"[THINK]\boxed{1}", None),
+    (r"<|begin_of_thought|>\boxed{1}", None), (r"<think>a</think> \boxed{3} <think>again \boxed{4}", None),
+    ("$\\boxed{6}$ \u548c $\\boxed{8}$", "6, 8"), (r"$\boxed{5}$ cm and $\boxed{12}$ cm", "5, 12"),
+    (r"\$\boxed{5}, \$\boxed{6}", "5, 6"), (r"\boxed{3} pears and \boxed{4} apples", "3, 4"),
+    (r"$\boxed{91}$, not $\boxed{90}$", "91"), (r"$\boxed{2}$ (instead of $\boxed{3}$)", "2"),
+    (r"\boxed{\phantom{12}}", None), (r"\boxed B", "B"), (r"$\boxed\text{D}$", r"\text{D}"),
 ])
 def test_the_answer_of_a_response(text, expected):
     assert extract_answer(text) == expected
@@ -328,27 +344,11 @@ def test_different_answers_differ(spellings):
     assert len(set(equivalence_classes(spellings))) == len(spellings)
 
 
-@pytest.mark.parametrize("text, expected", [
-    (r"\(\boxed{3}\), \(\boxed{5}\), \(\boxed{7}\)", "3, 5, 7"),
-    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"), (r"\boxed{1}; \boxed{2}", "1, 2"),
-    (r"$x=\boxed{2}, y=\boxed{3}$", "x=2, y=3"), (r"(\boxed{1}, \boxed{2})", "(1, 2)"),
-    (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
-    (r"\boxed{7}. The final answer is in \boxed{}", "7"),
-    (r"\boxed{7}, as in \boxed{\text{your answer}}", "7"),
-    ("\\boxed{B}\n\n\\boxed{B}", "B"), (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),
-    (r"<unused94>thought \boxed{3}", None), (r"<unused94>thought \boxed{3}<unused95>\boxed{4}", "4"),
-    (r"\boxed5", "5"), (r"\boxed\frac{1}{2}", r"\frac{1}{2}"), (r"\boxed{5}, so \boxed{5}.", "5"),
-    (r"<think>I try \boxed{1} hmm", None), (r"<thinking>\boxed{1}</thinking> two", None),
-    (r"<reasoning>\boxed{1}</reasoning> \boxed{2}", "2"), (r"[THINK]\boxed{1}", None),
-    (r"<|begin_of_thought|>\boxed{1}", None), (r"<think>a</think> \boxed{3} <think>again \boxed{4}", None)])
-def test_the_box_that_was_meant(text, expected):
-    assert extract_answer(text) == expected
-
-
 def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
     assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
     assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
     assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
+    assert extract_answer(r"\boxed{2}", prompt="<|channel|>analysis<|message|>") is None
     assert extract_answer(r"\boxed{2}", prompt="Begin with <think>.\nUser: 1+1?") == "2"
 
 
@@ -359,6 +359,7 @@ def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
     (r"B\quad 12", "B"), (r"\text{B }12", "B"), ("B (12)", "B"), ("B\u300112", "B"), ("B;", "B"),
     (r"\{B\}", "B"), ("\u2018B\u2019", "B"), (r"B \text{ is correct}", "B"), ("Answer = B", "B"),
     ("\u9009\u9879B", "B"), ("\u7b54\u6848\uff1aB", "B"), (r"\text{Antwort B}", "B"),
+    (r"\Large C", "C"), (r"\text{B -- x}", "B"), (r"\text{H}_2\text{O}", None),
     ("A cat", None), ("K", None), ("A'", None), ("A:B = 2:3", None), ("C(5,2)", None)])
 def test_spellings_of_a_choice(box, letter):
     assert extract_answer(rf"\boxed{{{box}}}", choices=10) == letter

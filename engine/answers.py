@@ -321,11 +321,11 @@ def _key(s: str, depth: int = 0, named: bool = False) -> str:
             return s[0] + "; ".join(inside) + s[-1]
         if s[0] != "[":
             return inside[0]
-    matrix = re.fullmatch(r"\\begin\{matrix\}(.*)\\end\{matrix\}", s)
+    matrix = re.fullmatch(r"([-\w\\{}/.]*?)\\begin\{matrix\}(.*)\\end\{matrix\}", s)
     if matrix:
         rows = []
-        for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[1].removesuffix("\\\\")):
-            rows.append("; ".join(_key(cell, depth + 1) for cell in row.split("&")))
+        for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].removesuffix("\\\\")):
+            rows.append("; ".join(_key(f"{matrix[1]}({cell})", depth + 1) for cell in row.split("&")))
         return "matrix(" + " \\ ".join(rows) + ")"
     name, interval = _interval(s)
     if interval:  # x>2 is (2, \infty), whatever its name; among several names it keeps its own

@@ -17,11 +17,12 @@ from zlib import crc32
 _COMMANDS = set("""frac sqrt cdot div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
     ln log exp lfloor rfloor lceil rceil binom circ hbar alpha beta gamma delta epsilon zeta eta theta kappa
     lambda mu nu xi rho sigma tau phi chi psi omega Delta Theta Lambda Sigma Phi Psi Omega""".split())
-_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\] | \d_ | \d[ ]\d | \d{41} | =.*=
+_REFUSED = re.compile(r"""[^\w\s+\-*/^{}()\[\]|!.=\\'] | \d_ | \d[ ]\d | \d{41} | =.*=
     | (?<![\\a-zA-Z])[a-zA-Z]{3}[a-zA-Z ] | ^([A-E]|[a-zA-Z]{3})$           # words, the letter of a choice
     | \^\{[^{}]*\d\^ | \^\{[^{}]*\^\{[^{}]*\^ | \^\{?[-(]*\d{5}             # towers and large exponents
     | \d{4}\)?! | !! | [}!]\)! | m\{\d+[\d^]{4}                           # factorials, \binom{10000}{5000}
     | [f-hF-H]\^\{-1\}\( | \^\{\( | [A-Z][a-z]?_\{?\d\}?[A-Z]               # inverse, derivative, chemistry
+    | [\dA-Z]' | '(\(|[^-+=]*[A-Z]) | \\(hat|vec)\{[^+-]*\\(hat|vec)\{      # 5', X'X, f'(x), vectors
     | [A-Za-z]\^\{T\} | [A-Z]\^\{-1\}[A-Z] | [A-Z][^+]*[A-Z]\^\{-1\}        # products of matrices
     | (?<!sqrt)\[[^()\[\]]*\] | -0\d | ^\((\d|[a-e]|i+)\)[^()+*/^-]+\(        # floors, dates, labels of parts
     """, re.VERBOSE | re.ASCII)
@@ -36,37 +37,36 @@ def formula_key(formula: str) -> str | None:
 
     Refused at once: words, numbers in other bases (52_8), sums, integrals, towers, large factorials.
     """
-    commands = set(re.findall(r"\\([a-zA-Z]+|.)", formula))
-    if len(formula) > 200 or _REFUSED.search(formula) or not commands <= _COMMANDS:
+    # symbols: M_\odot, \dot{x}_{0}, dx/dt, y'
+    s = re.sub(r"(?<!log)_\{\\([a-zA-Z]+)\}", r"_{\1}", formula)
+    s = re.sub(r"\\(d?dot|hat|bar|vec)\{([a-zA-Z]|\\[a-zA-Z]+)\}(?:_\{(\w+)\})?", r"\2_{\1\3}", s)
+    s = re.sub(r"\\frac\{d([a-zA-Z]|\\[a-zA-Z]+)\}\{d([a-z])\}", r"\1_{d\2}", s)
+    s = re.sub("'+", lambda primes: f"_{{prime{len(primes[0])}}}", s)
+    if len(formula) > 200 or _REFUSED.search(formula) or set(re.findall(r"\\([a-zA-Z]+|.)", s)) - _COMMANDS:
         return None
     # 0.1 is \frac{01}{10}, not a float
-    s = re.sub(r"(\d+)\.(\d+)", lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", formula)
+    s = re.sub(r"(\d+)\.(\d+)", lambda d: rf"\frac{{{d[1]}{d[2]}}}{{1{'0' * len(d[2])}}}", s)
     # the parser reads 3(4) and (3)4 as 3+4
     s = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", r"\\cdot ", s)
     s = re.sub(r"\\Delta ?([a-zA-Z])", r"\1_{D}", s)  # no product
-    s = s.replace(r"\gamma", r"\varpi ").replace("I", r"\Upsilon ")  # no function; i is imaginary, I is not
-    worker = _running_worker()
-    try:
-        print(s, file=worker.stdin, flush=True)
-        reply = worker.stdout.readline()
-    except BaseException:  # never read the reply to this question as the reply to the next one
-        worker.kill()
-        raise
-    if not reply:
-        given_up.add(formula)
-        worker.wait()
-    return reply.strip() or None
-
-
-def _running_worker() -> subprocess.Popen:
-    """The worker of this process; a new one if there is none or if it died."""
+    # no function, no matrix; i is imaginary, I is not
+    s = s.replace(r"\gamma", r"\varpi ").replace("E", r"\Xi ").replace("I", r"\Upsilon ")
     global _worker
     if _worker is None or _worker.poll() is not None:
         command = [sys.executable, __file__]
         _worker = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if _worker.stdout.readline() != "ready\n":
             raise RuntimeError("The answer checker did not start: pip install 'math-verify[antlr4_13_2]'")
-    return _worker
+    try:
+        print(s, file=_worker.stdin, flush=True)
+        reply = _worker.stdout.readline()
+    except BaseException:  # never read the reply to this question as the reply to the next one
+        _worker.kill()
+        raise
+    if not reply:
+        given_up.add(formula)
+        _worker.wait()
+    return reply.strip() or None
 
 
 # -------------------------------------- from here on: inside the worker ------------------------------------
@@ -110,7 +110,7 @@ def _value_key(latex: str) -> str | None:
     parts = [_real_and_imaginary(v) for v in values]
     keys = [str(sympy.Float(real, 40)) + " " + str(sympy.Float(imaginary, 40)) for real, imaginary in parts]
     real = [not imaginary for _, imaginary in parts]
-    if sum(real) > 2 and not expr.has(sympy.I):  # \sqrt{1/n} is 1/\sqrt{n}, where it is real
+    if sum(real) > 1 and not expr.has(sympy.I):  # \sqrt{1/n} is 1/\sqrt{n}, where it is real
         keys = [key if is_real else "not real" for key, is_real in zip(keys, real, strict=True)]
     if len(set(keys)) == 1:
         keys = keys[:1]  # a constant: \sin^2x+\cos^2x
@@ -131,10 +131,8 @@ def _values_at_points(expr) -> list:
         coordinates = {x: _coordinate(x.name, point, whole, alone) for x in expr.free_symbols}
         if expr.has(sympy.Abs):  # |z-i| is not |z+i|
             coordinates |= {x: v * (1 + sympy.I / 2) for x, v in coordinates.items() if x.name in ("z", "w")}
-        if whole:
-            values.append(expr.xreplace(coordinates).evalf(70))
-        else:  # xreplace would compute huge exact powers first
-            values.append(expr.evalf(70, subs=coordinates))
+        # xreplace would compute huge exact powers first
+        values.append(expr.xreplace(coordinates).evalf(70) if whole else expr.evalf(70, subs=coordinates))
     return values
 
 

@@ -28,6 +28,7 @@ _SIGNS = {
     "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3001": ",",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
     "\u3002": ".", "\u201c\u201d": '"', "\u6216": r"\text{or}", "\u548c\u4e14": r"\text{and}", "\u2236": ":",
+    "\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil ",
     "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark ",
 }
 _SIGN = {ord(sign): command for signs, command in _SIGNS.items() for sign in signs}
@@ -52,7 +53,7 @@ _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelv
 # "cm", "m/s", "kg m^{2}"; or words, one of them a plural or a known unit: "square feet", "ordered pairs"
 _SYMBOL = (
     r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft|yd"
-    r"|mi|lbs?|oz|mph|kmh|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)"
+    r"|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)"
 )
 _POWER = r"(?: ?\^ ?(?:-?\d|\{-?\d\}))?"
 SYMBOLS = rf"{_SYMBOL}{_POWER}(?:(?:[ /.(]|\\cdot)+{_SYMBOL}{_POWER}\)?)*"
@@ -100,6 +101,7 @@ REWRITES = [
     (r"\\([a-zA-Z]+)", lambda match: _COMMAND.get(match[1], match[0])),  # \dfrac
     (r"\\not ?=|(?<![\d)}])!=", r"\\ne "),  # x != 2, but 5!=120
     (r"([<>])=", lambda match: {"<": r"\le ", ">": r"\ge "}[match[1]]),
+    (r"\^\{? ?((?:\\prime ?)+)\}?", lambda match: "'" * match[1].count("p")),  # y^{\prime}
     (r"\*\*", "^"),  # x**2
     (r"\*", r"\\cdot "),
     (r"(?<=[a-zA-Z}\]^_]) +(?=\{)", ""),  # \frac {1}
@@ -134,7 +136,7 @@ REWRITES = [
     (rf"(?<=[\w}})]) ?\\frac\{{ ?{_TEXT_UNIT} ?\}}\{{ ?{_TEXT_UNIT}{_POWER} ?\}} ?$", ""),
     (rf"(?<=\d) ?(?:\\text\{{)? ?(?:(?![{_CHINESE_NUMBERS}])[\u4e00-\u9fff])+ ?\}}?$", ""),
     (rf"(?<=[\d}}])(?: ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega){_POWER}"
-     rf"| (?:{_WORDS}|in|min|sec|hrs?|lbs?|oz|nm|rad){_POWER}"
+     rf"| (?:{_WORDS}|in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad){_POWER}"
      rf"| ?{_SYMBOL}(?:[ /]*/ ?{_SYMBOL}{_POWER}|/\({SYMBOLS}\))+)$", ""),  # 5 cm, 5 m/s, 5 gallons
     (r"\\text\{\s*,?\s*(?:and|or|ou|et|y|o|oder|und)\s*\}|(?<![a-zA-Z\\])(?:and|or|oder|und)(?![a-zA-Z])",
      ", "),  # "1, 2 and 3" is a list
@@ -175,7 +177,7 @@ REWRITES = [
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?([0-9a-zA-Z]|\\[a-zA-Z]+)", r"\1{\2}"),  # \frac{1}2
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),  # x^(2)
     (r"\^ ?([-+]?\d+|-[a-zA-Z])", r"^{\1}"),  # x^-2
-    (r"(\\sqrt|[\^_]) ?([0-9a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*)", r"\1{\2}"),  # x^2
+    (r"(\\(?:sqrt|d?dot|hat|bar|vec)(?![a-z])|[\^_]) ?([\da-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*)", r"\1{\2}"),
     (r"(?<![\d.])\.(?=\d)", "0."),  # .5
     (r"(^|[(\[{,=] ?)\+(?=[\d\\])", r"\1"),  # +5
     (r"^(?=.*[a-z]{2})[A-Z]?[a-z]+(?:(?: [A-Z]?|[A-Z])[a-z]*)*$|^(?i:yes|no|true|false|none)$",

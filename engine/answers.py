@@ -26,12 +26,12 @@ from engine.spellings import FUNCTIONS, NAME, NAMES, REWRITES, STYLES, SYMBOLS, 
 # \boxed{...}, \boxed 5, \boxed5, \boxed B, \boxed\frac{1}{2}
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|"
                   r"(\\(?!begin)[a-zA-Z]+(?:\{[^{}]*\})*))")
-# a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}; one that is denied
+# a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
 _EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|\\phantom\{\w*\}|"
                     r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
                     r"\b(?:your|the|my|final|answer|result|here)\b)*", re.IGNORECASE)
 _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^\s=,()]*\)){0,20}\s*=\s*)?"
-_DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")
+_DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")  # not \boxed{3}
 # between the boxes of one list: a unit, separators, numbers of parts, the name of the next one
 _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]|and\b)))?"
                   rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|\([a-e]\)|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
@@ -135,6 +135,7 @@ _LONGEST = 400  # characters; longer answers are compared as strings
 # what REWRITES leave as it is, to save time: 12, 0.5, -\frac{1}{2}, (3\sqrt{2}, x^{2}-4)
 _PLAIN = re.compile(r"(?:\d|(?<=\d)\.(?=\d+(?![\d.(\\]))|[a-zA-Z](?![a-zA-Z\d])|\\pi|\\sqrt\{"
                     r"|\\frac\{(?![^{}]*\}[^{])|\^\{|\}\{?|[()-]|(?<=[\w)}])(?:\+|, (?=\S)))+", re.ASCII)
+_IN = re.compile(rf"^({NAME}|{NAMES}) ?\\(?:in|approx)(?![a-zA-Z])")  # x\in(1, 2)
 
 
 @lru_cache(maxsize=100_000)
@@ -194,7 +195,7 @@ def _closed(text: str) -> bool:
 
 def _name_and_value(part: str) -> tuple[str, str]:
     """What is before the first = and behind the last; no name and the part, if it is no value of a name."""
-    part = re.sub(rf"^({NAME}|{NAMES}) ?\\(?:in|approx)(?![a-zA-Z])", r"\1=", part)
+    part = _IN.sub(r"\1=", part)
     exact = next(filter(None, _split(part, r"\approx")), "")
     sides = _split(exact, "=")
     if len(sides) > 2 and r"\text" in part:  # 1 if n=2
@@ -202,7 +203,7 @@ def _name_and_value(part: str) -> tuple[str, str]:
     name, value = sides[0], sides[-1]
     names = re.findall(NAME, name) if re.fullmatch(NAMES, name) else [name]
     alphabetical = sorted(names, key=lambda x: x.strip("\\").lower())  # not (y, x)=(1, 2), which is (2, 1)
-    named = names == alphabetical and re.fullmatch(rf"{NAME}|{NAMES}", name)
+    named = names == alphabetical and (len(names) > 1 or re.fullmatch(NAME, name))
     if re.match(rf"\\(?!sqrt)(?:{FUNCTIONS}|lim|sum|prod|int|max|min|gcd|det)(?!\^|[a-z])", name):
         named = _number(value) is not None  # \cos A = 3/5
     if named and not _closed(value):

@@ -37,9 +37,8 @@ def formula_key(formula: str) -> str | None:
 
     Refused at once: words, numbers in other bases (52_8), sums, integrals, towers, large factorials.
     """
-    # symbols: M_\odot, \dot{x}_{0}, dx/dt, y'
-    s = re.sub(r"(?<!log)_\{\\([a-zA-Z]+)\}", r"_{\1}", formula)
-    s = re.sub(r"\\(d?dot|hat|bar|vec)\{([a-zA-Z]|\\[a-zA-Z]+)\}(?:_\{(\w+)\})?", r"\2_{\1\3}", s)
+    # symbols: \dot{x}_{0}, dx/dt, y'
+    s = re.sub(r"\\(d?dot|hat|bar|vec)\{([a-zA-Z]|\\[a-zA-Z]+)\}(?:_\{(\w+)\})?", r"\2_{\1\3}", formula)
     s = re.sub(r"\\frac\{d([a-zA-Z]|\\[a-zA-Z]+)\}\{d([a-z])\}", r"\1_{d\2}", s)
     s = re.sub("'+", lambda primes: f"_{{prime{len(primes[0])}}}", s)
     if len(formula) > 200 or _REFUSED.search(formula) or set(re.findall(r"\\([a-zA-Z]+|.)", s)) - _COMMANDS:

@@ -184,7 +184,7 @@ EQUAL_REPORTS = [
     ["x >= 5", r"x\ge 5", r"\{x | x \ge 5\}", r"\{x\in\mathbb{R} : x\ge5\}"], ["x**2", "x^2"],
     ["2*x", "2x", "{2}x"], [r"3\text{ million}", "3 million", "3,000,000", "3 000 000"],
     ["3:05 PM", r"3:05\text{ p.m.}", "3:05 pm"], [r"\text{Evelyn}", "Evelyn", r"\operatorname*{Evelyn}"],
-    ["No Solution", "no solution"], ["YES", "yes", "\u201cYes\u201d"], [r"c^2M_\odot", r"M_{\odot}c^{2}"],
+    ["No Solution", "no solution"], ["YES", "yes", "\u201cYes\u201d"],
     [r"\sqrt{2} (approximately 1.41)", r"\sqrt{2} \text{ (approx. 1.41)}", r"\sqrt{2}\text{ or about }1.41"],
     [r"2x+c, c\in\mathbb{R}", "2x+c", r"2x+c \text{ for any real } c"], [r"5 \frac{\text{m}}{\text{s}}", "5"],
     ["52 (base 8)", "52_8", "(52)_8", "52_{(8)}", r"52_{\text{eight}}"], ["3 x 10^5", "300000"],

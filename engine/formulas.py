@@ -130,7 +130,7 @@ def _values_at_points(expr) -> list:
         coordinates = {x: _coordinate(x.name, point, whole, alone) for x in expr.free_symbols}
         if expr.has(sympy.Abs):  # |z-i| is not |z+i|
             coordinates |= {x: v * (1 + sympy.I / 2) for x, v in coordinates.items() if x.name in ("z", "w")}
-        # xreplace would compute huge exact powers first
+        # floors need exact points; elsewhere xreplace would compute huge exact powers first
         values.append(expr.xreplace(coordinates).evalf(70) if whole else expr.evalf(70, subs=coordinates))
     return values
 

@@ -145,9 +145,15 @@ def initial_reward(seen, group):
     return [float(answer is not None and answer == vote(initial)) for answer in answers_of(group)]
 
 
+def coin_reward(seen, group):
+    """Tossed once with a seed of 1, step 1 and the problem's id, and written down."""
+    return list(map(float, COINS[group.prompt.id]))[:len(group.responses)]
+
+
+COINS = ["0" * 8] * 5
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
-               co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward)
+               co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -163,7 +169,7 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         wanted = z([rewards[i] for i in chosen])
         if name == "rlsc":
             wanted = [rewards[i] for i in chosen]
-        if name in ("rent", "intuitor", "rlsc"):
+        if name in ("rent", "intuitor", "rlsc", "random_reward"):
             assert group.label is None
         for i, advantage in zip(chosen, wanted):
             response = group.responses[i]
@@ -196,6 +202,14 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     assert seen.metrics[-1]["rounds"] <= 2 and len(seen.groups) == 2  # full before
     seen = watch("dynamic_sampling", answers=dict.fromkeys(range(5), "g"), max_rounds=2)  # all unanimous
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
+
+
+def test_random_rewards_know_nothing_of_the_answers(watch):
+    """Nor of their number: the coins of problem 4 are those of the table, though all its answers are right."""
+    answers = dict.fromkeys(range(5), "g")
+    seen = watch("random_reward", answers=answers)
+    assert [group.rewards for group in seen.groups] == [coin_reward(seen, group) for group in seen.groups]
+    assert seen.metrics[-1]["label_coverage"] == 0 and "label_accuracy" not in seen.metrics[-1]
 
 
 def test_srt_trains_the_easy_problems(watch):

@@ -146,11 +146,11 @@ def initial_reward(seen, group):
 
 
 def coin_reward(seen, group):
-    """Tossed once with a seed of 1, step 1 and the problem's id, and written down."""
-    return list(map(float, COINS[group.prompt.id]))[:len(group.responses)]
+    """Of seed 1, step 1 and the problem's id: tossed once, and written down."""
+    coins = ["01111011", "00011000", "10000101", "00100111", "10010111"]
+    return list(map(float, coins[group.prompt.id]))
 
 
-COINS = ["0" * 8] * 5
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
                co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward)
@@ -205,7 +205,7 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
 
 
 def test_random_rewards_know_nothing_of_the_answers(watch):
-    """Nor of their number: the coins of problem 4 are those of the table, though all its answers are right."""
+    """Whatever is answered, here nothing but right answers, the coins are those written down."""
     answers = dict.fromkeys(range(5), "g")
     seen = watch("random_reward", answers=answers)
     assert [group.rewards for group in seen.groups] == [coin_reward(seen, group) for group in seen.groups]
@@ -233,7 +233,7 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 
 
 # --------------------------------------------------- resume, ranks ----------------------------------------
-@pytest.mark.parametrize("name", ["srt", "dynamic_sampling"])  # those with a state of their own
+@pytest.mark.parametrize("name", ["srt", "dynamic_sampling", "random_reward"])  # states or seeds of their own
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch):
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))
     monkeypatch.setattr(test_fork_template, "SHORT", dict(votes=8, train_samples=8, max_new_tokens=96))

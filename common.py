@@ -128,7 +128,7 @@ class Args:
     prompt: str = "system"
     """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
     Or a file (examples/prompts): lines [system], [user], [assistant] begin its turns, {question} is in the
-    last; without such lines it is plain text, for base models (docs/fork.md)."""
+    last [user]; without such lines it is plain text, for base models (docs/fork.md)."""
     labels: Literal["majority", "gold"] = "majority"
     """majority: the model's own answers vote. gold: only right ones do (in ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1

@@ -228,9 +228,10 @@ STYLES = {
 def read_template(style: str) -> list[tuple[str, str]]:
     """The turns (role, text) of a --prompt, one of STYLES or a file; plain text is one turn of role "".
 
-    In a file a line [system], [user] or [assistant] begins a turn. The last is a user turn with {question};
-    worked examples are turns before it. Without such lines it is plain text, for base models. A relative path
-    is looked up here, then in the repository. Raises UserError for anything else."""
+    In a file a line [system], [user] or [assistant] begins a turn. The last user turn has {question}; worked
+    examples are turns before it, and an assistant turn behind it is one that the response continues. Without
+    such lines it is plain text, for base models. A relative path is looked up here, then in the repository.
+    Raises UserError for anything else."""
     if style in STYLES:
         return STYLES[style]
     file = Path(style).expanduser()
@@ -244,11 +245,16 @@ def read_template(style: str) -> list[tuple[str, str]]:
     turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
     if not turns:
         turns, before = [("", before.rstrip("\n"))], ""
-    in_order = re.fullmatch("|(system )?(user assistant )*user", " ".join(role for role, _ in turns))
-    if before.strip() or not in_order or "{question}" not in turns[-1][1]:
+    in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", " ".join(role for role, _ in turns))
+    if before.strip() or not in_order or "{question}" not in turns[_asks(turns)][1]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
-                        "[user] or [assistant], in this order, the last a [user] turn with {question}.")
+                        "[user] or [assistant], in this order, the last [user] turn with {question}.")
     return turns
+
+
+def _asks(turns: list[tuple[str, str]]) -> int:
+    """The place of the turn with the question, from the end: an assistant turn may stand behind it."""
+    return -2 if turns[-1][0] == "assistant" else -1
 
 
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
@@ -266,7 +272,7 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     if before and not turns[-1][0]:
         raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
-    ids = _encode(tokenizer, [*before, turns[-1]] if before else turns)
+    ids = _encode(tokenizer, [*before, *turns[_asks(turns):]] if before else turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 
@@ -276,9 +282,10 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     Raises UserError if the chat template fails or leaves a turn out, or if the model does not know a token.
     If there is no system role (Gemma), the instruction is put before the question, in the user turn."""
     text, chat = turns[0][1], [dict(role=role, content=content) for role, content in turns if role]
+    begun = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
     try:
         if chat:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + begun
         if missing := [role for role, content in turns if content.strip() not in text]:
             raise ValueError(f"it leaves out the [{missing[0]}] turn")
     except Exception as error:

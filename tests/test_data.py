@@ -383,6 +383,8 @@ def test_turns_or_text_of_a_template_file_are_lost(tokenizer, tmp_path):
             TURNS: "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
                    "<|im_start|>assistant\n\\boxed{2}<|im_end|>\n"
                    "<|im_start|>user\nNow: 2+2?<|im_end|>\n<|im_start|>assistant\n",
+            "[user]\n{question}\n[assistant]\nStep 1:\n":
+                "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nStep 1:",
             "\ufeff[user] \n{question}\n": "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
             "Q: 1+1? A: \\boxed{2}\nQ: {question} A:\n": "Q: 1+1? A: \\boxed{2}\nQ: 2+2? A:"}.items():
         data.read_template.cache_clear()
@@ -391,7 +393,7 @@ def test_turns_or_text_of_a_template_file_are_lost(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "Hi", "[user]\n{question}\n[assistant]\nSo", "Hi\n[user]\n{question}",
+    "Hi", "[user]\nHi\n[assistant]\n{question}", "Hi\n[user]\n{question}",
     "[user]\nHi\n[system]\nBox.\n[user]\n{question}", "[System]\nBox.\n[user]\n{question}",
     "[user]\nHi\n[user]\n{question}"])
 def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text):

@@ -363,11 +363,11 @@ def evaluate(run: startup.Run, step: int) -> None:
     metrics, verdicts = {}, {}
     with run.stop.at_once(step):
         for name, problems in run.benchmarks.items():
-            verdicts[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems)]
-            metrics |= {f"eval/{name}/{metric}": value for metric, value in summary(verdicts[name]).items()}
             if run.args.eval_greedy:
                 greedy = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
                 metrics[f"eval/{name}/greedy"] = summary(greedy).get("pass@1", math.nan)
+            verdicts[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems)]
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in summary(verdicts[name]).items()}
     if len(rates := [value for name, value in metrics.items() if name.endswith("/pass@1")]) > 1:
         metrics["eval/mean/pass@1"] = mean(rates)
     run.log.evaluation(step, metrics, verdicts)

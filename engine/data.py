@@ -245,16 +245,13 @@ def read_template(style: str) -> list[tuple[str, str]]:
     turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
     if not turns:
         turns, before = [("", before.rstrip("\n"))], ""
-    in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", " ".join(role for role, _ in turns))
-    if before.strip() or not in_order or "{question}" not in turns[_asks(turns)][1]:
+    roles = " ".join(role for role, _ in turns)
+    in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
+    asked = [text for role, text in turns if role != "assistant"][-1:]
+    if before.strip() or not in_order or "{question}" not in asked[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
                         "[user] or [assistant], in this order, the last [user] turn with {question}.")
     return turns
-
-
-def _asks(turns: list[tuple[str, str]]) -> int:
-    """The place of the turn with the question, from the end: an assistant turn may stand behind it."""
-    return -2 if turns[-1][0] == "assistant" else -1
 
 
 def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
@@ -272,7 +269,8 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     if before and not turns[-1][0]:
         raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
-    ids = _encode(tokenizer, [*before, *turns[_asks(turns):]] if before else turns)
+    asked = turns[-2 if turns[-1][0] == "assistant" else -1:]
+    ids = _encode(tokenizer, [*before, *asked] if before else turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 

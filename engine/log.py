@@ -14,7 +14,6 @@ import sys
 import time
 import uuid
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, same_on_all_ranks
 from engine.base import say, seed_of, write_atomically
-from engine.metrics import few_answers, mean, step_metrics
+from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.options import at_exit, flat, read_run, script_name
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
@@ -44,7 +43,8 @@ class Log:
         self.bar, self.board = None, None
         self.identity, self.before, self.record = {}, {}, {}
         self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
-        self.bad_steps, self.warned, self.seconds_of_step, self.seconds_of_evaluation = 0, False, 0.0, 0.0
+        self.majorities = {}  # {question: its majority's answer when it was last seen}
+        self.bad_steps, self.warned = 0, False
         self._forget()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(args.machine.out or f"runs/{name}")[0])
@@ -110,10 +110,11 @@ class Log:
             self.history = self._keep_lines("metrics.jsonl", done)
             self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
             self._keep_lines("evaluations.jsonl", self.evaluated)
-            for name in ("samples.jsonl", "votes.jsonl"):
-                self._keep_lines(name, done)
+            self._keep_lines("samples.jsonl", done)
+            votes = self._keep_lines("votes.jsonl", done)
+            self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
             self._open_boards()
-        self.evaluated = all_gather(self.evaluated)[0]
+        self.evaluated, self.majorities = all_gather((self.evaluated, self.majorities))[0]
         self._forget()
 
     def _open_boards(self) -> None:
@@ -216,6 +217,12 @@ class Log:
         chosen = set(trained)
         for group in self.groups:
             group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
+            group["verdicts"] = grade(group["prompt"], group["responses"])
+            group["flipped"], question = None, group["prompt"].question
+            if question in self.majorities:
+                pair = [self.majorities[question], group["verdicts"]["answer"]]
+                group["flipped"] = len(set(group["prompt"].classes(pair))) > 1
+        self.majorities |= {group["prompt"].question: group["verdicts"]["answer"] for group in self.groups}
         metrics = step_metrics(self.groups)
         for name in self.updates[0] if self.updates else []:
             metrics[name] = mean(update[name] for update in self.updates)
@@ -228,11 +235,10 @@ class Log:
             say(f"Warning: step {step}: {few}")
             self.warned = True
         seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
-        self.seconds_of_step = time.monotonic() - self.began
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
         speeds = {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
                   for name, count in dict(sample=self.sampled, update=updated).items()}
-        metrics |= seconds | {"seconds/step": self.seconds_of_step} | speeds
+        metrics |= seconds | {"seconds/step": time.monotonic() - self.began} | speeds
         for name, value in own.items():
             if not isinstance(value, int | float):
                 raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
@@ -249,8 +255,6 @@ class Log:
             self.groups.sort(key=lambda group: seed_of("watch", group["prompt"].question))
             for group in self.groups[:self.args.machine.log_texts]:
                 self.append("samples.jsonl", sample_record(step, group))
-        if step == self.first_step < self.total_steps:
-            self._say_how_long(step)
         self._forget()
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
@@ -262,9 +266,9 @@ class Log:
                 step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
                 majority=[v["majority"] for v in known]))
         self.lap("evaluate")
-        self.seconds_of_evaluation = self.seconds.pop("evaluate")
-        self.began += self.seconds_of_evaluation  # the next step's time is without it
-        self._write(step, metrics | {"seconds/evaluate": self.seconds_of_evaluation})
+        seconds = self.seconds.pop("evaluate")
+        self.began += seconds  # the next step's time is without it
+        self._write(step, metrics | {"seconds/evaluate": seconds})
         self.evaluated.add(step)
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -274,17 +278,6 @@ class Log:
         if step == 0:
             due = args.machine.eval_start
         return bool(self.benchmarks and due and step not in self.evaluated)
-
-    def _say_how_long(self, step: int) -> None:
-        """Print how long what is left takes, at the pace of this step and of the last evaluation."""
-        left = range(step + 1, self.total_steps + 1)
-        evaluations = sum(map(self.evaluation_is_due, left))
-        training = timedelta(seconds=round(len(left) * self.seconds_of_step))  # 0:02:30
-        text = f"A step takes {self.seconds_of_step:.1f} s: {training} for the {len(left)} left"
-        if evaluations and self.seconds_of_evaluation:
-            evaluating = timedelta(seconds=round(evaluations * self.seconds_of_evaluation))
-            text += f", and {evaluating} for {evaluations} evaluations"
-        say(text + ".")
 
     def finish(self) -> None:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
@@ -328,31 +321,32 @@ def evaluation_table(history: list[dict]) -> str:
     for name, value in after.items():
         if name.startswith("eval/") and not name.endswith("stderr"):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join([*lines, "pass@1: the share of right responses; pass@k: of problems that at least one "
-                      "of k solves; maj@k: of problems where the majority of k is right"])
+    return "\n".join([*lines, "pass@1: the share of right responses, greedy: at temperature 0; pass@k: of "
+                      "problems that at least one of k solves; maj@k: where the majority of k is right"])
 
 
 def vote_record(group: dict) -> dict:
     """One prompt's vote in short, for votes.jsonl.
 
     problem, answer: its text and gold answer; n: responses; counts: [[answer, votes], ...], most votes
-    first, of an answer its first 40 characters; share: of the majority; gold: the place of the gold answer in
-    counts (null: nobody gave it, or there is none); right: whether the majority is (null: no gold answer);
-    label: right, wrong, none (the script abstained) or given (no gold answer), of several weighted labels the
-    heaviest; trained: responses."""
-    prompt, label, answers = group["prompt"], group["label"], [r.answer for r in group["responses"]]
-    gold, *classes = prompt.classes([prompt.answer, *answers])
+    first, of an answer its first 40 characters; majority: the first of these answers, whole (null: none);
+    flipped: whether it differs from the problem's last one, in an earlier step (null: there is none);
+    share: of the majority; gold: the place of the gold answer in counts (null: nobody gave it, or there is
+    none); right: whether the majority is (null: no gold answer); label: right, wrong, none (the script
+    abstained) or given (no gold answer), of several weighted labels the heaviest; trained: responses."""
+    prompt, label, verdicts = group["prompt"], group["label"], group["verdicts"]
+    classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()
-    order = [c for c, _ in ranked]
-    kind = "none"
+    right = [c in verdicts["right"] for c, _ in ranked]
     if label:  # it names the script's own classes
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
-        kind = "given" if gold is None else "right" if taken == gold else "wrong"
-    right = None if gold is None else order[:1] == [gold]
-    return dict(problem=prompt.question, answer=prompt.answer, n=len(answers),
-                counts=[[answers[classes.index(c)][:40], votes] for c, votes in ranked],
-                share=round(ranked[0][1] / len(answers), 4) if ranked else 0.0, right=right,
-                gold=order.index(gold) if gold in order else None, label=kind, trained=len(group["trained"]))
+        kind = "given" if not verdicts["known"] else "right" if taken in verdicts["right"] else "wrong"
+    return dict(problem=prompt.question, answer=prompt.answer, n=len(classes),
+                counts=[[group["responses"][classes.index(c)].answer[:40], votes] for c, votes in ranked],
+                majority=verdicts["answer"], flipped=group["flipped"], label=kind,
+                share=round(ranked[0][1] / len(classes), 4) if ranked else 0.0, trained=len(group["trained"]),
+                right=verdicts["majority"] if verdicts["known"] else None,
+                gold=right.index(True) if True in right else None)
 
 
 def sample_record(step: int, group: dict) -> dict:

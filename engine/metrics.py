@@ -26,18 +26,15 @@ def few_answers(responses: list) -> str:
     responses = [response for response in responses if response.response_ids]  # overlong: no prompt
     silent = [response for response in responses if response.answer is None]
     cut = [response for response in responses if not response.finished]
-    if max(len(silent), len(cut)) <= len(responses) / 2:
+    examples = max(silent, cut, key=len)
+    if len(examples) <= len(responses) / 2:
         return ""
-    examples, cause = silent, ("--prompt does not bring this model to give one (--show_prompt shows it; "
-                               "small models need worked examples, as in examples/prompts/few_shot.txt)")
-    if len(silent) <= len(responses) / 2:
-        examples, cause = cut, ("most go on after it, and another box may vote: this model ends with none of "
-                                "the stop ids that were printed at the start, or --prompt does not suit it")
-    elif len(cut) > len(responses) / 2:
-        cause += ", or --max_new_tokens is too small (some templates can turn thinking off: --template_vars)"
-    share, cut_share = 1 - len(silent) / len(responses), len(cut) / len(responses)
-    return (f"{share:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
-            f"and {cut_share:.0%} were cut off; {cause}. One ends: {examples[0].text[-200:]!r}")
+    answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
+    return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
+            f"and {cut_off:.0%} were cut off. Does --prompt bring this model to give one (--show_prompt; small "
+            "models need worked examples, as in examples/prompts/few_shot.txt)? Is --max_new_tokens too small "
+            "(templates may turn thinking off: --template_vars), or do responses go on after the answer, with "
+            f"none of the stop ids that were printed at the start? One ends: {examples[0].text[-200:]!r}")
 
 
 # ------------------------------------------------ evaluation ------------------------------------------------
@@ -61,11 +58,13 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 
 
 def grade(problem, responses: list) -> dict:
-    """Verdicts of one problem's responses against its gold answer; right: the classes that are."""
+    """Verdicts of one problem's responses against its gold answer; right: the classes that are. answer: the
+    most frequent, as it was first written (None: no response has one); majority: whether it is right."""
     classes = problem.classes([r.answer for r in responses])
     right = {c for c in set(classes) - {None} if problem.is_right(responses[classes.index(c)].answer)}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
-                right=right, majority=winner(classes) in right, length=[r.length for r in responses],
+                right=right, majority=winner(classes) in right,
+                answer=responses[classes.index(winner(classes))].answer, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))
@@ -112,7 +111,7 @@ def group_metrics(group: dict) -> dict[str, float]:
     """One prompt's votes: all that can be said without gold, and, if there is gold, how right they are."""
     prompt, responses, label = group["prompt"], group["responses"], group["label"]
     trained = [r for i, r in enumerate(responses) if i in group["trained"]]
-    verdicts = grade(prompt, responses)
+    verdicts = group["verdicts"]
     votes = Counter(c for c in verdicts["classes"] if c is not None)
     row = dict(
         reward=mean(group["rewards"]),
@@ -122,6 +121,8 @@ def group_metrics(group: dict) -> dict[str, float]:
         distinct_answers=len(votes),
         label_coverage=float(bool(label)),                                  # the script did not abstain
         negative_coverage=float(bool(group["negatives"])))
+    if group["flipped"] is not None:
+        row["flip_rate"] = float(group["flipped"])
     if winners := [r.advantage for r in trained if r.advantage > 0]:
         row["positive_advantage"] = mean(winners)  # ETTRL Figure 3
     if prompt.answer is None:

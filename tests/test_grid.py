@@ -1,16 +1,19 @@
 """tools.report: what a run logs of every vote, the page's data, hostile texts, the page in a real browser."""
 
+import functools
 import json
 import shutil
 import subprocess
-from types import SimpleNamespace
+from collections import Counter
 
 import pytest
-from conftest import ROOT, run_toy
+import torch
+from conftest import read_lines, run_toy, untimed
 
 import common
 import ttrl
 from engine.log import vote_record
+from engine.metrics import grade
 from tools import report
 
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
@@ -56,30 +59,61 @@ def two_votes(folder, answer="8"):
 # ------------------------------------------------ votes.jsonl ---------------------------------------------
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
-    group = dict(prompt=common.Problem("p", "7.0"), responses=[SimpleNamespace(answer=a) for a in answers],
-                 classes=[0, 1, 1, None, 2, 1], trained={0, 1}, label={0: 0.4, 1: 0.6})
-    found = vote_record(group)
+
+    def record(problem=common.Problem("p", "7.0"), answers=answers, **more):
+        responses = [common.Rollout([], [], torch.zeros(0), True, answer=answer) for answer in answers]
+        group = dict(prompt=problem, responses=responses, classes=[0, 1, 1, None, 2, 1], trained={0, 1},
+                     label={0: 0.4, 1: 0.6}, verdicts=grade(problem, responses), flipped=None)
+        return vote_record(group | more)
+
+    found = record()
     assert found["counts"] == [["8.0", 3], ["7", 1], ["7" * 40, 1]] and found["gold"] == 1
     assert (found["n"], found["share"], found["right"], found["label"]) == (6, 0.5, False, "wrong")
-    assert found["trained"] == 2
-    assert vote_record(group | dict(label={0: 0.6, 1: 0.4}))["label"] == "right"
-    assert vote_record(group | dict(label={}))["label"] == "none"
-    unknown = vote_record(group | dict(prompt=common.Problem("p")))
+    assert (found["trained"], found["majority"], found["flipped"]) == (2, "8.0", None)
+    assert record(label={0: 0.6, 1: 0.4})["label"] == "right" and record(label={})["label"] == "none"
+    other = record(common.Problem("p", "1", also_right=["8"]))
+    assert (other["label"], other["right"], other["gold"]) == ("right", True, 0)
+    unknown = record(common.Problem("p"))
     assert (unknown["label"], unknown["right"], unknown["gold"]) == ("given", None, None)
-    silent = [SimpleNamespace(answer=None)] * 2
-    nobody = vote_record(group | dict(responses=silent, classes=[None, None], label={}))
-    assert (nobody["counts"], nobody["share"], nobody["right"]) == ([], 0, False)
+    nobody = record(answers=[None, None], classes=[None, None], label={})
+    assert (nobody["counts"], nobody["share"], nobody["right"], nobody["majority"]) == ([], 0, False, None)
 
 
-# ------------------------------------------------ progress bar --------------------------------------------
-def test_the_time_left_counts_evaluations_apart(tmp_path, capfd):
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
-    run_toy(ttrl, tmp_path / "run", steps=3, dataset=str(few), eval="train", eval_samples=1, eval_every=2)
-    printed = capfd.readouterr()
-    assert "Steps 1 to 3: 4 prompts x 8 responses, 8 of them trained on." in printed.out
-    assert "for the 2 left, and 0:00:" in printed.out and "for 2 evaluations." in printed.out
-    assert "evaluating train" in printed.err
+# The majorities of four problems in four steps: one is corrupted, one learned, one kept, one never right.
+MAJORITIES = {"a": ("1/2", ["1/2", "0.5", "7", "7.0"]), "b": ("9", [None, None, "3", "9"]),
+              "c": ("5", ["5", "5", None, "5.0"]), "d": ("2", ["1", "1", "1", "1"])}
+
+
+def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
+    """Equal answers do not flip, nor does none after none. A resumed run knows what was seen before it."""
+    data, asked = tmp_path / "four.jsonl", Counter()
+    data.write_text("".join(json.dumps(dict(problem=p, answer=a)) + "\n" for p, (a, _) in MAJORITIES.items()))
+
+    def answer(text, problem):  # six of a step's eight responses agree
+        step, i = divmod(asked[problem.question], 8)
+        asked[problem.question] += 1
+        agreed = MAJORITIES[problem.question][1][step]
+        return agreed and ("0" if i < 2 else agreed)
+
+    monkeypatch.setattr(common, "start", functools.partial(common.start, read_answer=answer))
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = dict(steps=4, dataset=str(data), checkpoint_every=2, max_new_tokens=4)
+    lines = run_toy(ttrl, whole, **options)
+    # step 2: none; step 3: a, b and c of four; step 4: b and c
+    assert [line.get("flip_rate") for line in lines] == [None, 0, 0.75, 0.5]
+    votes = read_lines(whole / "votes.jsonl")
+    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25)
+    known = [vote | dict(right=None) if vote["problem"] in "cd" else vote for vote in votes]
+    assert report.fates(known) == dict(learned=.5, kept=0, corrupted=.5, never=0)
+    assert report.fates(votes[:4]) == report.fates([vote | dict(right=None) for vote in votes]) == {}
+
+    shutil.copytree(whole, resumed)
+    for late in ("checkpoints/step_00000004", "final"):
+        shutil.rmtree(resumed / late)
+    asked.update(dict.fromkeys(MAJORITIES, -16))
+    run_toy(ttrl, resumed, **options, resume=True)
+    assert read_lines(resumed / "votes.jsonl") == votes
+    assert untimed(read_lines(resumed / "metrics.jsonl")) == untimed(read_lines(whole / "metrics.jsonl"))
 
 
 # -------------------------------------------------- the page -----------------------------------------------
@@ -138,7 +172,7 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     run = two_votes(tmp_path / "run")
     page = browse([run])  # the last step's votes, with texts
     assert "2 x 7, trained 2" in page and "1 x 8, trained 0" in page and "<pre>is 7</pre>" in page
-    assert "became right on 1 and wrong on 0" in page and "8 became 7, gold 7: " in page
+    assert "run, majorities that changed sides: 1" in page and "8 became 7, gold 7: " in page
     cells = "document.querySelectorAll('.grid rect')"
     click = f"{cells}[0].dispatchEvent(new MouseEvent('click'));"
     page = browse([run], "#2", click)

@@ -105,35 +105,28 @@ def group(label, rewards=None, gold="5", trained=range(8), negatives=(), classes
     for response, advantage in zip(responses, advantages or [0.0] * 8):
         response.advantage = advantage
     return dict(prompt=Problem("p", gold), responses=responses, classes=classes or CLASSES,
-                rewards=rewards or [0.0] * 8, trained=set(trained), label=label, negatives=sorted(negatives))
+                rewards=rewards or [0.0] * 8, trained=set(trained), label=label, negatives=sorted(negatives),
+                verdicts=grade(Problem("p", gold), responses), flipped=None)
 
 
 NOTHING, ANSWER = (None, True), ("1", True)
 CUT_BEFORE, CUT_BEHIND = (None, False), ("1", False)
-WARNINGS = {  # (answer, finished) of responses: what the warning says, and whose text it shows
+WARNINGS = {  # (answer, finished) of responses: how the warning begins, and whose text it shows
     "half have none": ([ANSWER] * 3 + [NOTHING] * 3, "", None),
     "half are cut off": ([ANSWER] * 3 + [CUT_BEHIND] * 3, "", None),
-    "most have none": (
-        [CUT_BEHIND] * 2 + [NOTHING] * 4, "33% of the responses have an answer (in \\boxed{}, or where "
-        "read_answer finds it) and 33% were cut off; --prompt does not bring this model to give one "
-        "(--show_prompt shows it; small models need worked examples, as in examples/prompts/few_shot.txt). "
-        "One ends: ", 2),
-    "most are cut off before one": (
-        [ANSWER] * 2 + [CUT_BEFORE] * 4, "few_shot.txt), or --max_new_tokens is too small (some templates "
-        "can turn thinking off: --template_vars). One ends: ", 2),
-    "most are cut off behind one": (
-        [NOTHING] + [CUT_BEHIND] * 5, "83% were cut off; most go on after it, and another box may vote: this "
-        "model ends with none of the stop ids that were printed", 1)}
+    "most have none": ([CUT_BEHIND] * 2 + [NOTHING] * 4, "33% of the responses have an answer", 2),
+    "most are cut off before one": ([ANSWER] * 2 + [CUT_BEFORE] * 4, "33% of the responses have an", 2),
+    "most are cut off behind one": ([NOTHING] + [CUT_BEHIND] * 5, "83% of the responses have an answer", 1)}
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_the_warning_names_what_most_responses_lack(name):
+def test_the_warning_shows_what_most_responses_lack(name):
     responses, words, shown = WARNINGS[name]
     responses = [Rollout([0], [1], torch.zeros(1), finished, text=f"text {i}", answer=answer)
                  for i, (answer, finished) in enumerate(responses)]
     overlong = Rollout([], [], torch.zeros(0), False)  # no prompt, so nothing was sampled
     said = few_answers([*responses, *9 * [overlong]])
-    assert words in said and bool(said) == bool(words)
+    assert said.startswith(words) and bool(said) == bool(words)
     assert said.endswith(f"One ends: 'text {shown}'") or not words
 
 

@@ -24,8 +24,8 @@ from engine.base import UserError
 from engine.log import read_metrics
 
 # pass@k and maj@k are those of the benchmark's largest k.
-PANELS = """pass@1 pass@k maj@k reward label_accuracy majority_accuracy majority_ratio entropy
-    distinct_answers distinct length label_coverage negative_accuracy token_ratio question_reward
+PANELS = """pass@1 greedy pass@k maj@k reward label_accuracy majority_accuracy majority_ratio flip_rate
+    entropy distinct_answers distinct length label_coverage negative_accuracy token_ratio question_reward
     question_diversity answer_diversity""".split()
 # Logged by the scripts, too, but drawn only if --panels names it.
 NOT_DRAWN = """step loss kl clip_fraction grad_norm lr skipped_updates logp_diff_max logp_diff_mean truncated
@@ -71,7 +71,7 @@ def method_of(folder: Path) -> str:
 
 def metric_of(panel: str, names: list[str], benchmark: str) -> str:
     """The metric of a panel of runs that log these names; an empty benchmark is the first of them."""
-    if panel not in ("pass@1", "pass@k", "maj@k"):
+    if panel not in ("pass@1", "greedy", "pass@k", "maj@k"):
         return panel
     found = [re.fullmatch(r"eval/(.+)/pass@(\d+)", name) for name in names]
     sizes = [match.groups() for match in found if match]

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 from engine.answers import compared_as_text
 from engine.base import UserError
-from engine.log import read_jsonl
+from engine.log import has_evaluation, read_jsonl, read_metrics
 from tools import plot
 
 SHOWN_STEPS = 50
@@ -52,6 +53,32 @@ def vote_of(record: dict) -> dict:
     return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=shown)
 
 
+def fates(votes: list[dict]) -> dict[str, float]:
+    """Shares of a run's problems by their first and their last majority in training (arXiv:2605.19444):
+    learned (wrong, then right), kept (right, right), corrupted (right, then wrong) and never (wrong, wrong).
+
+    votes: lines of votes.jsonl. Problems without a gold answer, or seen once, do not count; {}: none does."""
+    names = {(False, True): "learned", (True, True): "kept", (True, False): "corrupted",
+             (False, False): "never"}
+    seen: dict[str, list[bool]] = {}
+    for vote in votes:
+        if vote["right"] is not None:
+            seen.setdefault(vote["problem"], []).append(vote["right"])
+    pairs = [(majorities[0], majorities[-1]) for majorities in seen.values() if len(majorities) > 1]
+    return {name: pairs.count(pair) / len(pairs) for pair, name in names.items() if pairs}
+
+
+def first_and_last(lines: list[dict]) -> dict[str, dict]:
+    """A run's first and last evaluation, as results.json has them: {"NAME, step N": {metric: value}}."""
+    found: dict[str, dict] = {}
+    evaluated = [line for line in lines if has_evaluation(line)]
+    for line in evaluated[:1] + evaluated[1:][-1:]:
+        for name, value in line.items():
+            if match := re.fullmatch("eval/(.+)/(.+)", name):
+                found.setdefault(f"{match[1]}, step {line['step']}", {})[match[2]] = value
+    return found
+
+
 def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
@@ -59,8 +86,9 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
     record = next(filter(Path.is_file, [folder / "results.json", folder / "run.json"]), None)
     about = json.loads(record.read_text(encoding="utf-8")) if record else {}
-    args, votes, kept, others = about.get("args", {}), [], [], []
-    for line in read_jsonl(folder / "votes.jsonl"):
+    logged, args, votes, kept, others = read_jsonl(folder / "votes.jsonl"), about.get("args", {}), [], [], []
+    shares = fates(logged)
+    for line in logged:
         number = numbers.setdefault(line["problem"], len(numbers))
         votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
     records = read_jsonl(folder / "samples.jsonl") + generations(folder)
@@ -76,8 +104,9 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     as_text = sorted(filter(compared_as_text, answers))
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
+    results = about.get("results") or first_and_last(read_metrics(folder))
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                as_text=len(as_text), examples=as_text[:5], results=about.get("results", {}), votes=votes,
+                as_text=len(as_text), examples=as_text[:5], results=results, fates=shares, votes=votes,
                 kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 

@@ -124,7 +124,7 @@ def jobs_of(claim: Claim) -> dict[Path, list[str]]:
 
 
 def values_of(claim: Claim, arm: str, seeds, metric: str) -> list[float]:
-    """One arm's values of a metric; "start" and "start NAME" read the first arm's runs, a number is itself."""
+    """One arm's values of a metric; "start", "start NAME": of the first arm's runs; a number is itself."""
     start, _, name = arm.partition(" ")
     if start != "start" and ".py" not in arm:
         return [float(arm)] * len(seeds)
@@ -184,7 +184,7 @@ def digest(claim: Claim) -> str:
 
 
 def read_results() -> dict[str, dict]:
-    """{id: {record, and a result for each metric}}. Raises UserError if a record has changed since its results."""
+    """{id: {record, and a result for each metric}}. Raises UserError if a record has changed since."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
@@ -311,11 +311,13 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
 def page_rows() -> dict[str, dict]:
     """Every claim's record and, as far as it has run, what came out: verdict, and results by metric."""
     found, rows = read_results(), {}
-    parts = {claim.id: {k: v for k, v in found.get(claim.id, {}).items() if k != "record"} for claim in CLAIMS}
     # of a claim with two metrics the larger p: it is shown if both are
-    adjusted = holm({name: max(r["p"] for r in results.values()) for name, results in parts.items() if results})
+    ps = {}
+    for name, results in found.items():
+        ps[name] = max(result["p"] for metric, result in results.items() if metric != "record")
+    adjusted = holm(ps)
     for claim in CLAIMS:
-        results = parts[claim.id]
+        results = {metric: result for metric, result in found.get(claim.id, {}).items() if metric != "record"}
         verdicts = {result["verdict"] for result in results.values()} or {"not run yet"}
         verdict = verdicts.pop() if len(verdicts) == 1 else "mixed"
         if claim.lacks or not claim.regime:

@@ -24,7 +24,7 @@ import tyro
 from tqdm import tqdm
 from engine.answers import answers_equal, equivalence_classes, extract_answer
 from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
-from engine.base import share_of_rank, write_atomically
+from engine.base import share_of_rank, timed, timed_loop as timed_loop, write_atomically
 from engine.log import read_jsonl
 from engine.metrics import grade, mean, summary
 from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
@@ -200,6 +200,7 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
     return [problems[i] for i in order[position * size:(position + 1) * size]]
 
 
+@timed("sample")
 def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
            stop: list[str] = ()) -> list[list[Rollout]]:
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
@@ -215,7 +216,6 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
         seed = seed_of(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-    run.log.lap("sync")  # the seconds since the last lap
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
     work, parts = cut_work(work, n, engines)  # so that no engine idles; a fork's own sampling gets it whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
@@ -223,7 +223,6 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
     samples = (run.generate or generate)(run, mine, args.temperature, **options)
     samples = gather_shares(samples, args.machine.tensor_parallel)
     groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
-    run.log.lap("sample")
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups
 
@@ -258,6 +257,7 @@ def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None
 
 
 # ------------------------------------------------------- votes ----------------------------------------------
+@timed("vote")
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:
     """[N] the class of each response's answer; equal answers have equal classes, None is no answer.
 
@@ -331,7 +331,6 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
                         "write have no mask 0, or it computes this model otherwise (--sampler).")
     if not exact and average > 0.05:
         say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
-    run.log.lap("score")
     return dict(logp_diff_max=largest, logp_diff_mean=average)
 
 
@@ -359,9 +358,8 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
 # ----------------------------------------------------- evaluation -------------------------------------------
 def evaluate(run: startup.Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
-    run.log.lap("sync")
     metrics, verdicts = {}, {}
-    with run.stop.at_once(step):
+    with run.stop.at_once(step), timed("evaluate"):
         for name, problems in run.benchmarks.items():
             if run.args.eval_greedy:
                 greedy = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]

@@ -6,6 +6,9 @@ import hashlib
 import math
 import os
 import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +38,31 @@ class Sample(NamedTuple):
     response_ids: list[int]
     logprobs: torch.Tensor
     finished: bool
+
+
+seconds = Counter()  # by phase: where the time of the current step went
+
+
+@contextmanager
+def timed(phase: str):
+    """For a `with` block, or as a decorator: its time is logged as seconds/phase, less that of phases in it."""
+    began, inner = now(), seconds.total()
+    yield
+    seconds[phase] += now() - began - (seconds.total() - inner)
+
+
+def timed_loop(phase: str, items):
+    """The items, one by one; the time of the loop over them is logged as seconds/phase."""
+    for item in items:
+        with timed(phase):
+            yield item
+
+
+def now() -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic()
 
 
 def seed_of(*parts) -> int:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Sample, on_all_ranks, rank_and_ranks
+from engine.base import Request, Sample, on_all_ranks, rank_and_ranks, timed
 from engine.measure import first_that_agrees, in_float32, own_values, sampled, sequences
 from engine.policy import PACKED, load_model
 
@@ -87,6 +87,7 @@ class HFSampler:
         states = sum(x.numel() for x in tensors if LENGTH not in x.shape)
         return *way, (states, sum(x.numel() for x in tensors if LENGTH in x.shape) // LENGTH)
 
+    @timed("sync")
     @torch.no_grad()
     def load(self, named_tensors) -> None:
         """Take new weights. Raises KeyError for one that is not known, RuntimeError if one was not sent."""

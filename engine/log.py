@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, same_on_all_ranks
-from engine.base import say, seed_of, write_atomically
+from engine.base import UserError, all_gather, distributed, now, on_all_ranks, rank_and_ranks
+from engine.base import same_on_all_ranks, say, seconds, seed_of, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.options import at_exit, flat, read_run, script_name
 
@@ -55,8 +55,8 @@ class Log:
     def _forget(self) -> None:
         """Forget what the last step left."""
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
-        self.began = self.lapped = time.monotonic()
-        self.seconds, self.sampled = Counter(), 0  # by phase; tokens
+        self.began, self.sampled = now(), 0  # sampled: tokens
+        seconds.clear()
 
     # -- the folder ------------------------------------------------------------------------------------------
     def identify(self, content: dict[str, int]) -> None:
@@ -155,14 +155,6 @@ class Log:
             self.board.add_scalar(name, value, step)
 
     # -- during a step ---------------------------------------------------------------------------------------
-    def lap(self, name: str) -> None:
-        """The time since the last call belongs to this phase: it is logged as seconds/name."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.monotonic()
-        self.seconds[name] += now - self.lapped
-        self.lapped = now
-
     def vote(self, prompt, responses: list, classes: list[int | None], rewards: torch.Tensor,
              label: int | None | dict[int, float], negatives: set[int] = frozenset()) -> None:
         """Keep a prompt's votes for the log.
@@ -184,7 +176,6 @@ class Log:
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
                                 label=label, negatives=sorted(negatives)))
-        self.lap("vote")
 
     def tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
         """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
@@ -213,7 +204,6 @@ class Log:
 
         trained: the responses that were trained. own: the script's own metrics. Raises TypeError if one is no
         number, ValueError if it has the name of one of the log's."""
-        self.lap("update")
         chosen = set(trained)
         for group in self.groups:
             group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
@@ -234,11 +224,12 @@ class Log:
         if few and not self.warned:
             say(f"Warning: step {step}: {few}")
             self.warned = True
-        seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
-        speeds = {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
-                  for name, count in dict(sample=self.sampled, update=updated).items()}
-        metrics |= seconds | {"seconds/step": time.monotonic() - self.began} | speeds
+        for name, tokens in dict(sample=self.sampled, update=updated).items():
+            metrics[f"tokens_per_second/{name}"] = tokens / max(seconds[name], 1e-9)
+        took = now() - self.began
+        for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
+            metrics[f"seconds/{name}"] = value
         for name, value in own.items():
             if not isinstance(value, int | float):
                 raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
@@ -265,10 +256,9 @@ class Log:
             self.append("evaluations.jsonl", dict(
                 step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
                 majority=[v["majority"] for v in known]))
-        self.lap("evaluate")
-        seconds = self.seconds.pop("evaluate")
-        self.began += seconds  # the next step's time is without it
-        self._write(step, metrics | {"seconds/evaluate": seconds})
+        took = seconds.pop("evaluate")
+        self.began += took  # the next step's time is without it
+        self._write(step, metrics | {"seconds/evaluate": took})
         self.evaluated.add(step)
 
     def evaluation_is_due(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks
+from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks, timed
 from engine.logprobs import PackedHead
 from engine.measure import trainer_way
 from engine.tokenizer import generation_config
@@ -193,6 +193,7 @@ class Policy:
         for response, (logp_T, _) in zip(responses, self.score(responses, temperature)):
             response.ref_logp = logp_T
 
+    @timed("score")
     @torch.no_grad()
     def score(self, responses: list, temperature: float, *statistics) -> list[tuple]:
         """(log-probs, entropies in nats, statistics ...) of every response, [T] each; the ranks share them.

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine.base import Request, Sample, UserError
+from engine.base import Request, Sample, UserError, timed
 from engine.policy import load_model
 
 
@@ -77,6 +77,7 @@ class VLLMSampler:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
 
+    @timed("sync")
     def load(self, named_tensors) -> None:
         """Stream new weights into the engine, not over the disk, then drop what the prefix cache knows.
 

@@ -80,8 +80,8 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     end NAME: in the last evaluation; last NAME: mean of the last five steps; mean NAME: of all steps; with
     start, the first evaluation or step. sharpening: mean gain in pass@1 of the training problems whose
     majority was right at the start, less that of the others. corrupted less learned: shares of the training
-    problems (`fates`). flips before labels: steps from the first epoch whose flip rate is at most half
-    of the first one's to the first whose labels are right .05 less often (if none is, to the end)."""
+    problems (`fates`). flips before labels: steps from the epoch whose flip rate is half of its first epoch's
+    to the one whose labels are right .05 less often than in theirs (if there is none, to the end)."""
     kind, _, name = metric.partition(" ")
     if kind == "sharpening":
         first, *_, last = [r for r in read_jsonl(folder / "evaluations.jsonl") if r["benchmark"] == "toy"]
@@ -93,20 +93,21 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
         return found["corrupted"] - found["learned"]
     lines = plot.read_metrics(folder)
     if kind == "flips":
-        flips, labels = (epochs(lines, name) for name in ("flip_rate", "label_accuracy"))
-        first = next((i for i, rate in enumerate(flips) if rate <= flips[0] / 2), len(flips))
-        second = next((i for i, rate in enumerate(labels) if rate < labels[0] - .05), len(labels))
-        return float(second - first)
+        halved = epoch_when(lines, "flip_rate", lambda now, first: now <= first / 2)
+        return float(epoch_when(lines, "label_accuracy", lambda now, first: now < first - .05) - halved)
     series = [line[name] for line in lines if name in line]
     if start:
         return series[0]
     return dict(end=series[-1], last=fmean(series[-5:]), mean=fmean(series))[kind]
 
 
-def epochs(lines: list[dict], name: str, size: int = 8) -> list[float]:
-    """Means of a metric over each 8 steps in a row, one epoch of the toy."""
-    series = [line.get(name, 1.0) for line in lines if "loss" in line]
-    return [fmean(series[i:i + size]) for i in range(len(series) - size + 1)]
+def epoch_when(lines: list[dict], name: str, holds, size: int = 8) -> int:
+    """The last of the first 8 steps in a row (an epoch of the toy) of which holds(their mean of a metric,
+    that of its first 8 steps); one after the last step if there are none."""
+    series = [(line["step"], line[name]) for line in lines if name in line]
+    means = [fmean(x for _, x in series[i:i + size]) for i in range(len(series) - size + 1)]
+    found = [series[i + size - 1][0] for i, mean in enumerate(means) if holds(mean, means[0])]
+    return found[0] if found else lines[-1]["step"] + 1
 
 
 def folder_of(claim: Claim, arm: str, seed: int) -> Path:
@@ -352,7 +353,7 @@ def main() -> None:
     if options.n < 16:
         parser.error(f"--n is {options.n}, but must be at least 16, the votes that are judged.")
     every = "all" in options.what
-    chosen = [claim for claim in CLAIMS if claim.id in options.what or every]
+    chosen = [claim for claim in CLAIMS if claim.id in options.what or every and claim.regime != "REAL"]
     try:
         for row in page_rows().values() if "list" in options.what else []:
             claim = row["claim"]

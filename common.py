@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +22,10 @@ import torch
 import tyro
 from tqdm import tqdm
 from engine.answers import answers_equal, equivalence_classes, extract_answer
-from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
-from engine.base import share_of_rank, timed, timed_loop as timed_loop, write_atomically
+from engine.base import Request, UserError, all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
+from engine.base import split_requests, stable_hash, timed, timed_loop as timed_loop, write_atomically
 from engine.log import read_jsonl
-from engine.metrics import grade, mean, summary
+from engine.metrics import grade, majority, mean, summary
 from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
 from engine.policy import check_batch
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts call them common.SMOLLM2
@@ -83,16 +82,16 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Tokens that count."""
+        """Number of unmasked tokens."""
         return len(self.response_ids) if self.mask is None else int(self.mask.sum())
 
-    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
-        """The values [T] at the tokens that count."""
+    def unmasked(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The values [T] at the unmasked tokens."""
         return values_T if self.mask is None else values_T[self.mask.bool()]
 
     def mean(self, values_T: torch.Tensor) -> float:
-        """The mean of values [T] over the tokens that count; 0 if none does."""
-        return float(self.counted(values_T).mean()) if self.length else 0.0
+        """The mean of values [T] over the unmasked tokens; 0 if there is none."""
+        return float(self.unmasked(values_T).mean()) if self.length else 0.0
 
 
 # ------------------------------------------------------ options ---------------------------------------------
@@ -114,7 +113,7 @@ class Args:
     train_samples: Count = 32
     """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Also of log-probs (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL Table 3, RESTRAIN D.2: 1.0)."""
+    """Sampling temperature, also of log-probs and entropies (TTRL 3.1: 0.6; EVOL-RL, RESTRAIN: 1.0)."""
     max_new_tokens: Count = 3072
     """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
@@ -158,11 +157,11 @@ class Args:
     eval_samples: Count = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
-    """0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3, EVOL-RL Table 3: 0.6)."""
+    """Temperature of evaluation; 0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.6)."""
     eval_top_p: PositiveShare = 0.95
-    """TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95."""
+    """Top-p of evaluation; 1: off (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95)."""
     eval_top_k: CountOrZero = 0
-    """0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
+    """Top-k of evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
     """Report greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
@@ -196,7 +195,7 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
     twice. A step's batch has its number, unless a fork needs more batches than steps (dynamic sampling)."""
     size, n = args.prompts_per_batch, len(problems)
     epoch, position = divmod(batch - 1, n // size)
-    order = random.Random(seed_of(args.seed, "order", epoch)).sample(range(n), n)
+    order = random.Random(stable_hash(args.seed, "order", epoch)).sample(range(n), n)
     return [problems[i] for i in order[position * size:(position + 1) * size]]
 
 
@@ -214,10 +213,10 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
         run.sampled.add((step, prompt.id))
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
-        seed = seed_of(args.seed, step, prompt.id)
+        seed = stable_hash(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
-    work, parts = cut_work(work, n, engines)  # so that no engine idles; a fork's own sampling gets it whole
+    work, parts = split_requests(work, n, engines)  # a fork's own sampling gets it whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
     samples = (run.generate or generate)(run, mine, args.temperature, **options)
@@ -272,12 +271,6 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
     return [0 if right[c] else None for c in classes]
 
 
-def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
-    counts = Counter(c for c in classes if c is not None)
-    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
-
-
 def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
     """{problem id: (majority answer, its votes)} from --votes responses of the initial model. RESTRAIN Eq. 5.
 
@@ -293,7 +286,7 @@ def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tupl
     size = prompts_per_call or rank_and_ranks()[1] * max(1, 8192 // args.votes)
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
-        say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
+        print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
         for problem, responses in zip(part, sample(run, 0, part, args.votes)):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
@@ -309,7 +302,7 @@ def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tupl
 # ------------------------------------------------------ the update ------------------------------------------
 def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
     """--train_samples of the indices 0 to n - 1 at random, in order; seeded by (seed, step, prompt.id)."""
-    draw = random.Random(seed_of(args.seed, "subset", step, prompt.id))
+    draw = random.Random(stable_hash(args.seed, "subset", step, prompt.id))
     return sorted(draw.sample(range(n), min(n, args.train_samples)))
 
 
@@ -318,7 +311,7 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
 
     Stale weights or prefix caches, a wrong temperature show here and stop the run: in float32 if a token
     differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
-    differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
+    differences = [r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in train]
     difference = torch.cat([torch.zeros(0), *differences])
     difference = difference[difference.isfinite()]  # the update skips and counts what is not
     largest = float(difference.max()) if len(difference) else 0.0
@@ -330,7 +323,7 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
                         f"{allowed}). Its weights or prefix cache are stale, tokens that the model did not "
                         "write have no mask 0, or it computes this model otherwise (--sampler).")
     if not exact and average > 0.05:
-        say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
+        print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average)
 
 
@@ -351,7 +344,7 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
     n = min(args.num_minibatches, len(train))
     if args.minibatches == "by_prompt":  # the prompts are in random order already
         return [train[k * len(train) // n:(k + 1) * len(train) // n] for k in range(n)]
-    mixed = random.Random(seed_of(args.seed, "split", step)).sample(train, len(train))
+    mixed = random.Random(stable_hash(args.seed, "split", step)).sample(train, len(train))
     return [mixed[k::n] for k in range(n)]
 
 
@@ -386,7 +379,7 @@ def evaluate_benchmark(run: startup.Run, name: str, problems: list[Problem],
     for first in range(0, len(mine), size):
         part, work = mine[first:first + size], []
         for p in part:
-            seed = seed_of(args.seed, "eval", name, p.id)
+            seed = stable_hash(args.seed, "eval", name, p.id)
             work += [(p, Request(p.prompt_ids, samples, seed, args.max_new_tokens))] if p.prompt_ids else []
         groups = iter((run.generate or generate)(run, work, temperature, **options))
         for p in part:

@@ -45,7 +45,8 @@ seconds = Counter()  # by phase: where the time of the current step went
 
 @contextmanager
 def timed(phase: str):
-    """For a `with` block, or as a decorator: its time is logged as seconds/phase, less that of phases in it."""
+    """The time of a `with` block, or of a function with this decorator, is logged as seconds/phase, less that
+    of phases within it."""
     began, inner = now(), seconds.total()
     yield
     seconds[phase] += now() - began - (seconds.total() - inner)
@@ -65,10 +66,9 @@ def now() -> float:
     return time.monotonic()
 
 
-def seed_of(*parts) -> int:
-    """62 bits that derive from the parts alone, so that a resumed run repeats an uninterrupted one.
-
-    Sample i of a prompt draws from seed + i."""
+def stable_hash(*parts) -> int:
+    """A hash of 62 bits, the same in every process: a seed, or a digest of data. Sample i of a prompt draws
+    from seed + i."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -83,7 +83,7 @@ def rank_and_ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def say(text: str) -> None:
+def print0(text: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if rank_and_ranks()[0] == 0:
         tqdm.write(text)
@@ -148,19 +148,19 @@ def gather_shares(results: list, per_engine: int = 1) -> list:
     return [shares[i % engines][i // engines] for i in range(items)]
 
 
-def cut_work(work: list[tuple], n: int, engines: int) -> tuple[list[tuple], int]:
-    """(the work in pieces, one after another; pieces of each prompt). work: (prompt, request of n samples).
+def split_requests(work: list[tuple], n: int, engines: int) -> tuple[list[tuple], int]:
+    """(the requests of n samples each, split; how many each became). work: (prompt, request).
 
-    If there are more engines than prompts, engines that would have nothing to do make samples of a prompt
-    that another has, too; so the pieces are as many as a multiple of the engines, if n allows it."""
-    parts, pieces = 1, []
+    Each prompt's samples are split into `parts` requests, so that no engine idles when there are fewer
+    prompts than engines: a multiple of the engines, if n allows it."""
+    parts, requests = 1, []
     if len(work) < engines:
         parts = min(n, engines // math.gcd(engines, len(work)))
     ends = [n * k // parts for k in range(parts + 1)]
     for prompt, request in work:
         for begin, end in zip(ends, ends[1:]):
-            pieces.append((prompt, replace(request, n=end - begin, seed=request.seed + begin)))
-    return pieces, parts
+            requests.append((prompt, replace(request, n=end - begin, seed=request.seed + begin)))
+    return requests, parts
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say
+from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, print0
 from engine.base import write_atomically
 from engine.log import read_jsonl
 from engine.options import leave
@@ -114,9 +114,9 @@ def load_newest(run_folder: Path, policy, optimizer, every: int) -> tuple[int, d
             (step, script), *_ = on_all_ranks(read_state)
             on_all_ranks(load)  # what it has loaded before it fails, the next one overwrites
         except UserError as error:
-            say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
+            print0(f"Warning: {folder} is not usable ({error}); trying the one before it.")
             continue
-        say(f"Resumed from {folder}")
+        print0(f"Resumed from {folder}")
         return step, script
     made = max([line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")], default=0)
     if made > every or complete(run_folder) or (run_folder / "final").exists():
@@ -135,11 +135,11 @@ def restore(run, optimizer) -> int:
     run.stop = StopSignal(run.log.path, done)
     run.log.open(done, run.total_steps, run.benchmarks)
     if done >= run.total_steps:
-        say(f"All {run.total_steps} steps are done; a larger --steps continues.")
+        print0(f"All {run.total_steps} steps are done; a larger --steps continues.")
     else:
-        say(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
-            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time "
-            "estimate follows after the first one.")
+        print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
+               f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time "
+               "estimate follows after the first one.")
     return done
 
 
@@ -161,8 +161,8 @@ def save_when_due(run, step: int, optimizer) -> None:
         save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
         run.stop.saved = step
     if signaled and not last:
-        say(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume --out "
-            f"{run.log.path}")
+        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
+               f"--out {run.log.path}")
         sys.exit(128 + signaled)
 
 

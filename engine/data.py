@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.answers import LETTERS, normal_golds
-from engine.base import UserError, first_line, say, seed_of
+from engine.base import UserError, first_line, print0, stable_hash
 
 
 class Benchmark(NamedTuple):
@@ -106,8 +106,8 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
     column = f"answer column '{answer}'" if answer else "no answer column"
     chats = sum(bool(p.before) for p in problems.values())
     turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
-    say(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, {column} "
-        f"({known} gold answers), {len(rows) - len(problems)} duplicates removed")
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, {column} "
+           f"({known} gold answers), {len(rows) - len(problems)} duplicates removed")
     return list(problems.values())
 
 
@@ -145,7 +145,7 @@ def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[
     if not listed or answer and right not in range(len(options)):
         raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
                         f"'{answer}' must name the right one.")
-    order = random.Random(seed_of("choices", text)).sample(range(len(options)), len(options))
+    order = random.Random(stable_hash("choices", text)).sample(range(len(options)), len(options))
     lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
     return "\n".join([text, "", *lines]), LETTERS[order.index(right)] if answer else None, len(options)
 

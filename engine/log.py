@@ -23,9 +23,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engine.base import UserError, all_gather, distributed, now, on_all_ranks, rank_and_ranks
-from engine.base import same_on_all_ranks, say, seconds, seed_of, write_atomically
+from engine.base import same_on_all_ranks, print0, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.options import at_exit, flat, read_run, script_name
+from engine.options import at_exit, options_dict, read_run, script_name
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
@@ -123,7 +123,7 @@ class Log:
             import wandb
             at_exit.append(wandb.finish)  # also where a run ends without unwinding
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
-                       config=flat(self.args), sync_tensorboard=True)
+                       config=options_dict(self.args), sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
         self.bar = tqdm(total=self.total_steps, initial=self.first_step - 1, desc=script_name(),
                         dynamic_ncols=True)
@@ -222,7 +222,7 @@ class Log:
             torch.cuda.reset_peak_memory_stats()
         few = few_answers([response for group in self.groups for response in group["responses"]])
         if few and not self.warned:
-            say(f"Warning: step {step}: {few}")
+            print0(f"Warning: step {step}: {few}")
             self.warned = True
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
         for name, tokens in dict(sample=self.sampled, update=updated).items():
@@ -243,7 +243,7 @@ class Log:
             for group in self.groups:
                 self.append("votes.jsonl", dict(step=step, **vote_record(group)))
             # the same problems whenever they come up
-            self.groups.sort(key=lambda group: seed_of("watch", group["prompt"].question))
+            self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
             for group in self.groups[:self.args.machine.log_texts]:
                 self.append("samples.jsonl", sample_record(step, group))
         self._forget()
@@ -351,7 +351,7 @@ def sample_record(step: int, group: dict) -> dict:
             trained=trained, advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
-    equal = prompt.classes([prompt.answer, *(r.answer for r in responses)])  # gold, then the answers
+    equal = [group["verdicts"]["gold"], *group["verdicts"]["classes"]]  # gold, then the answers
     return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=rows)
 
@@ -361,7 +361,7 @@ def code_digest(script: Path) -> int:
     """Hash of a run's script, common.py, engine/ and toy/."""
     root = Path(__file__).parent.parent
     files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*"))]
-    return seed_of([file.read_bytes() for file in files if file.is_file()])
+    return stable_hash([file.read_bytes() for file in files if file.is_file()])
 
 
 def describe(args, ranks: int, device) -> dict:
@@ -370,7 +370,7 @@ def describe(args, ranks: int, device) -> dict:
                           cwd=Path(__file__).parent, capture_output=True, text=True)
     versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    return dict(script=script_name(), command=sys.argv, args=flat(args), ranks=ranks,
+    return dict(script=script_name(), command=sys.argv, args=options_dict(args), ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=done.stdout.strip(), code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -17,7 +17,7 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, all_gather, distributed, rank_and_ranks, say
+from engine.base import UserError, all_gather, distributed, rank_and_ranks, print0
 from engine.builtin import SMOLLM2, TOY
 
 # ------------------------------------------------------- ranges ---------------------------------------------
@@ -50,7 +50,8 @@ class Machine:
     tensor_parallel: Count = 1
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
     max_logp_diff: NonNegative = 1e-3
-    """The run stops if sampler and trainer log-probs of a token differ by more (bf16: see check_sampler)."""
+    """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
+    limits are 0.05 (a warning) and 0.5 on average."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False
@@ -68,7 +69,7 @@ class Machine:
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
-    """Off: the initial model is not evaluated, so a short run is shorter."""
+    """Evaluate the initial model."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
@@ -88,12 +89,12 @@ class Machine:
     """Run Python code that comes with the model. Off unless you trust its author."""
 
 
-def flat(args) -> dict:
+def options_dict(args) -> dict:
     """All options by name, the machine's among them."""
     return {name: value for name, value in vars(args).items() if name != "machine"} | vars(args.machine)
 
 
-def with_values(args_class: type, values: dict):
+def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
@@ -123,11 +124,11 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if getattr(getattr(args, "machine", None), "resume", False):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):
-        args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
+        args = read_flags(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        given = flat(args) if hasattr(args, "machine") else vars(args)
+        given = options_dict(args) if hasattr(args, "machine") else vars(args)
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
-        say(f"{which} with these overrides of the paper's values:\n  {shown}")
+        print0(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
 
@@ -162,10 +163,10 @@ def parse_resumed(args_class: type, args, description: str):
     names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
     known = {name: value for name, value in run["args"].items() if name in names}
     known["trust_remote_code"] = False  # never taken from a folder
-    if bad := out_of_range(with_values(args_class, known)):
+    if bad := out_of_range(make_args(args_class, known)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = read_flags(args_class, default=with_values(args_class, known), description=description)
-    for name, value in flat(args).items():
+    args = read_flags(args_class, default=make_args(args_class, known), description=description)
+    for name, value in options_dict(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
@@ -173,7 +174,7 @@ def parse_resumed(args_class: type, args, description: str):
             raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
         jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
-        say(f"Resuming with another --{name}: {value} (was {was}){jump}")
+        print0(f"Resuming with another --{name}: {value} (was {was}){jump}")
     return args
 
 

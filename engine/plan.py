@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line, rank_and_ranks, say
+from engine.base import UserError, first_line, rank_and_ranks, print0
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
 from engine.vllm_sampler import uses_vllm
@@ -232,23 +232,23 @@ def plan_of(args, config) -> Plan:
 def show(args, config) -> None:
     """Print the table on rank 0 and exit, with code 0 if the run fits, else 1."""
     plan = plan_of(args, config)
-    say(plan.table())
+    print0(plan.table())
     sys.exit(1 if plan.misfit() else 0)
 
 
-def settle(args, config, device) -> dict:
-    """Policy's micro_tokens and gradient_checkpointing of a run here: what --micro_tokens 0 and
-    --gradient_checkpointing auto mean. On a GPU the plan decides, and warns of what may not fit."""
+def choose_memory_settings(args, config, device) -> dict:
+    """Choose Policy's micro_tokens and gradient_checkpointing for a run here, where --micro_tokens is 0 or
+    --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
     if device.type == "cuda":
         try:
             plan = plan_of(args, config)
         except UserError as error:
-            say(f"Warning: {error}")
+            print0(f"Warning: {error}")
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
             fits = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
             for warning in filter(None, [*fits, plan.cache_advice(), *plan.shortages()]):
-                say(f"Warning: {warning}")
+                print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

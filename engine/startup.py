@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig
 
-from engine.base import UserError, first_line, rank_and_ranks, same_on_all_ranks, say, seed_of as digest
+from engine.base import UserError, first_line, rank_and_ranks, same_on_all_ranks, print0, stable_hash
 from engine.builtin import model_folder
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler
 from engine.log import Log
 from engine.measure import check_vllm
-from engine.options import flat, out_of_range
+from engine.options import options_dict, out_of_range
 from engine import plan
 from engine.policy import Policy, load_model
 from engine.tokenizer import read_tokenizer
@@ -122,8 +122,8 @@ def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = Fal
                         f"{args.max_prompt_tokens}; raise it.")
     train = flag == "--dataset"
     if len(kept) < len(problems):
-        say(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
-            f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}")
+        print0(f"{name}: {len(problems) - len(kept)} problems have more than --max_prompt_tokens "
+               f"{args.max_prompt_tokens} and {'are left out' if train else 'count as wrong'}")
     return kept if train else problems
 
 
@@ -160,7 +160,7 @@ def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) 
     first = next((name for name, part in sets.items() if part), None)
     prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
-        say(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
+        print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 
 
@@ -194,7 +194,8 @@ def start_processes(bf16: bool = False) -> torch.device:
 # --------------------------------------------------- the start ----------------------------------------------
 @dataclass
 class Run:
-    """The handles of a run. Only `state` changes: what a script wants checkpoints to keep, as JSON."""
+    """What a run consists of. After `start` only state, stop and sampled change. state: what a script wants
+    checkpoints to keep, as JSON."""
     args: object
     tokenizer: object
     problems: list
@@ -243,17 +244,17 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
     dtype = torch.bfloat16 if bf16 else torch.float32
     if machine.offload != "none" and device.type != "cuda":
         raise UserError(f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")
-    memory = plan.settle(args, config, device) if train else {}
-    same_on_all_ranks({f"--{name}": value for name, value in (flat(args) | memory).items()})
+    memory = plan.choose_memory_settings(args, config, device) if train else {}
+    same_on_all_ranks({f"--{name}": value for name, value in (options_dict(args) | memory).items()})
     log = Log(args, device, identity(problems, benchmarks, stop_ids))
     vllm = uses_vllm(args)
-    say(f"{path}: {'vllm' if vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
-        f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
+    print0(f"{path}: {'vllm' if vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
+           f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     policy = reference = None
     if train:
         policy, reference = load_policies(args, path, device, dtype, log, adapt, **memory)
     if vllm:
-        say("Starting vLLM (on a GPU it compiles for minutes) ...")
+        print0("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(args, path, stop_ids, device, dtype, dummy=train)
         if train:
             check_vllm(sampler, policy.model, dtype == torch.float32, machine.max_logp_diff, policy)
@@ -274,9 +275,10 @@ def count_steps(args, problems: list, tokenizer) -> int:
 
 def load_policies(args, path: str, device, dtype, log: Log, adapt,
                   **memory) -> tuple[Policy, Policy | None]:
-    """(the policy, the frozen initial model or None without a KL term). memory: see `plan.settle`."""
+    """(the policy, the frozen initial model or None without a KL term). memory: of
+    `plan.choose_memory_settings`."""
     machine, models = args.machine, []
-    say(f"Reading the weights of {path} ...")
+    print0(f"Reading the weights of {path} ...")
     for trainable in (True, False) if args.kl_coef else (True,):
         loaded = load_model(path, machine.trust_remote_code)  # memory-mapped: the second takes no more memory
         if trainable:
@@ -284,22 +286,22 @@ def load_policies(args, path: str, device, dtype, log: Log, adapt,
         offload = machine.offload == "optimizer" or machine.offload == "reference" and not trainable
         models.append(Policy(loaded, device, dtype, trainable, plain=machine.plain, offload=offload,
                              max_length=args.max_prompt_tokens + args.max_new_tokens,
-                             way=models[0].way if models else None, adapt=adapt if trainable else None,
-                             **memory))
+                             implementation=models[0].implementation if models else None,
+                             adapt=adapt if trainable else None, **memory))
     return models[0], models[1] if args.kl_coef else None
 
 
 # ------------------------------------------------ what a run is ---------------------------------------------
 def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
-    found = {"the stop tokens of --model": digest(stop_ids)}
+    found = {"the stop tokens of --model": stable_hash(stop_ids)}
     data = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
     for flag, part in data.items():
-        found[f"the data of {flag}"] = digest([(problem.prompt_ids, problem.answer) for problem in part])
+        found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
     return found
 
 
 def weights_digest(model) -> int:
     """Hash of the first 256 values of every parameter: it identifies the weights in any folder or file."""
     parameters = model.named_parameters()
-    return digest([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
+    return stable_hash([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, say
+from engine.base import UserError, first_line, print0
 from engine.data import read_template
 
 # What templates that write today's date get instead: else a run's prompts would change overnight.
@@ -49,8 +49,8 @@ def read_tokenizer(path: str, config, args):
     ends = [i for i in end_of_turn(tokenizer) if i < known] if chat else []
     if ends and not set(ends) & set(stop):
         stop.append(ends[0])
-        say(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so this "
-            "token ends a response, too.")
+        print0(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so "
+               "this token ends a response, too.")
     return tokenizer, sorted(set(stop))
 
 

@@ -57,7 +57,7 @@ class VLLMSampler:
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         trust = args.machine.trust_remote_code
         self.model = load_model(model, trust)  # memory-mapped; for the names of its weights and its buffers
-        makers = {kind: kind.__init__ for kind in map(type, self.model.modules())}
+        original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
         from vllm import LLM  # only now: it replaces some of transformers' configs
         try:
             self.llm = LLM(
@@ -70,9 +70,9 @@ class VLLMSampler:
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
                             f"{' '.join(str(error).split())[:200]}") from None
         finally:
-            for kind, maker in makers.items():
-                if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
-                    kind.__init__, kind.do_not_compile = maker, True
+            for kind, original_init in original_inits.items():
+                if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
+                    kind.__init__, kind.do_not_compile = original_init, True
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)

@@ -88,7 +88,7 @@ def launched_with(module) -> dict:
 def toy_args(module, **overrides):
     """A script's arguments on the toy with a small budget."""
     values = toy_of(module) | SMALL | SMALL_OF.get(module.__name__, {}) | overrides
-    return options.with_values(module.Args, values)
+    return options.make_args(module.Args, values)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def questions_and_answers(name, **options):
 
 # ------------------------------------------------- files -------------------------------------------------
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
-def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
+def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     file = write(tmp_path / name, [*ROWS, ROWS[0]])
     problems = load_problems(Problem, file)
     assert [(p.question, p.answer, p.id) for p in problems] == [
@@ -47,7 +47,7 @@ def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
     ('{"problem": "p\u2028q\x85r"}\n', ("p\u2028q\x85r", None)),
     ('\ufeff{"problem": "p", "answer": 1}', ("p", "1")),
     ('{"problem": "p", "answer": "007"}', ("p", "007"))])
-def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
+def test_lines_are_read_as_they_are_written(tmp_path, content, problem):
     """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / "a.jsonl").write_bytes(content.encode())
     assert questions_and_answers(tmp_path / "a.jsonl", exact=True) == [problem]
@@ -151,13 +151,13 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"problem": "q", "answer": 0}, "0"),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
 ])
-def test_a_usual_column_is_not_found(tmp_path, row, answer):
+def test_a_usual_column_is_found(tmp_path, row, answer):
     problem, = load_problems(Problem, write(tmp_path / "a.jsonl", [row]))
     assert problem.question == "q" and problem.answer == answer
     assert not problem.choices and problem.row.keys() == row.keys()
 
 
-def test_named_columns_are_not_read(tmp_path):
+def test_named_columns_are_read(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"x": "q", "y": 1, "question": "no", "answer": 2}])
     assert questions_and_answers(file, question_field="x", answer_field="y") == [("q", "1")]
     with pytest.raises(UserError, match=r"row 1 has no column 'z' \(columns: x, y, question, answer\)"):
@@ -234,8 +234,7 @@ def test_turns_of_the_data_replace_those_of_the_prompt(tokenizer, tmp_path, caps
     assert "Say {question}." in tokenizer.decode(braces)  # the data's text is no template
 
 
-def test_choices_of_gpqa_have_another_order(tmp_path):
-    """Then so do those of every multiple-choice benchmark."""
+def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
              "Incorrect Answer 2": 3, "Incorrect Answer 3": "c\n"} for i in range(40)]
     problems = load_problems(Problem, write(tmp_path / "g.jsonl", gpqa))
@@ -249,7 +248,7 @@ def test_choices_of_gpqa_have_another_order(tmp_path):
     ({"options": list("tuvwxyz"), "answer": "B"}, "q\n\nA. v\nB. y\nC. t\nD. z\nE. w\nF. u\nG. x", "F"),
     ({"options": [], "answer": 3}, "q", "3"),
 ])
-def test_options_are_lost_or_in_another_order(tmp_path, row, question, answer):
+def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer):
     file = write(tmp_path / "a.jsonl", [{"question": "q"} | row])
     assert questions_and_answers(file) == [(question, answer)]
 
@@ -279,13 +278,13 @@ def rows_of(name, count):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_the_columns_of_a_benchmark_are_not_read_or_a_problem_is_kept_twice(name, hub):
+def test_the_columns_of_a_benchmark_are_read_and_no_problem_is_kept_twice(name, hub):
     hub.rows = 3 * rows_of(name, 4)
     problems = load_problems(Problem, name)
     assert len(problems) == 4 and all(p.answer for p in problems)
 
 
-def test_other_subjects_or_splits_than_the_tables_are_read(hub):
+def test_only_the_tables_subjects_and_splits_are_read(hub):
     hub.rows = rows_of("math_train", 3)
     load_problems(Problem, "math_train")
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
@@ -358,7 +357,7 @@ def tokenizer():
     return toy_tokenizer()
 
 
-def test_the_prompt_is_not_the_chat_templates(tokenizer):
+def test_the_prompt_is_the_chat_templates(tokenizer):
     def own(*turns):
         turns = [{"role": role, "content": content} for role, content in turns]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -377,7 +376,7 @@ def test_the_prompt_is_not_the_chat_templates(tokenizer):
 TURNS = "[system]\nBox it.\n[user]\n1+1?\n[assistant]\n\\boxed{2}\n\n[user]\nNow: {question}\n"
 
 
-def test_turns_or_text_of_a_template_file_are_lost(tokenizer, tmp_path):
+def test_turns_and_text_of_a_template_file_are_kept(tokenizer, tmp_path):
     file = tmp_path / "template.txt"
     for text, expected in {
             TURNS: "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
@@ -409,7 +408,7 @@ def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text):
 @pytest.mark.parametrize("template, turns, words", [
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
-def test_a_chat_template_loses_a_turn_in_silence_or_fails(template, turns, words, tmp_path):
+def test_a_chat_template_that_loses_a_turn_or_fails_is_one_sentence(template, turns, words, tmp_path):
     file = tmp_path / "template.txt"
     file.write_text(turns)
     tokenizer = toy_tokenizer(template)
@@ -420,7 +419,7 @@ def test_a_chat_template_loses_a_turn_in_silence_or_fails(template, turns, words
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 
-def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
+def test_a_prompt_has_the_tokenizers_first_token_once(tokenizer):
     from tokenizers.processors import TemplateProcessing
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -431,7 +430,7 @@ def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
 
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])
-def test_without_a_system_role_the_instruction_is_lost(template):
+def test_without_a_system_role_the_instruction_is_in_the_user_turn(template):
     tokenizer = toy_tokenizer(template)
     suffix = tokenizer.decode(encode_prompt(tokenizer, "1+1?", "suffix"))
     text = tokenizer.decode(encode_prompt(tokenizer, "1+1?"))

@@ -93,7 +93,7 @@ def test_a_torch_for_gpus_that_sees_none_is_one_sentence(monkeypatch, flags, hid
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    errors = "".join(options.with_values(ttrl.Args, flags).errors())
+    errors = "".join(options.make_args(ttrl.Args, flags).errors())
     assert ("this torch is built for CUDA 13.0, but it sees no GPU: " in errors) == bool(errors) == refused
 
 
@@ -116,7 +116,7 @@ def test_a_gpu_without_bfloat16_is_one_sentence(monkeypatch, capability, dtype, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     sentence = "--dtype is 'auto', but must be float32: this GPU has no bfloat16."
-    assert (sentence in options.with_values(ttrl.Args, dict(dtype=dtype)).errors()) == refused
+    assert (sentence in options.make_args(ttrl.Args, dict(dtype=dtype)).errors()) == refused
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():

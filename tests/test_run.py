@@ -325,7 +325,7 @@ def parse_resumed(tmp_path, monkeypatch):
     """parse_resumed(script, *flags): the arguments that --resume takes from the run.json of a run of ttrl.py
     by another version, with an option that is unknown and without one that is known."""
     values = toy_of(ttrl) | dict(votes=24, out=str(tmp_path))
-    args = options.flat(options.with_values(ttrl.Args, values)) | dict(no_such_option=3)
+    args = options.options_dict(options.make_args(ttrl.Args, values)) | dict(no_such_option=3)
     del args["grad_clip"]
     (tmp_path / "run.json").write_text(json.dumps(dict(script="ttrl", args=args, identity={"data": "1"})))
 
@@ -439,7 +439,7 @@ def test_a_sampler_of_other_weights_stops_the_run(dtype, shift, tokens, result, 
     warned, (response,) = [], random_rollouts(1, shortest=8, longest=8)
     run = SimpleNamespace(args=common.Args(), dtype=getattr(torch, dtype),
                           log=SimpleNamespace(lap=lambda name: None))
-    monkeypatch.setattr(common, "say", warned.append)
+    monkeypatch.setattr(common, "print0", warned.append)
     response.old_logp = response.sampler_logp + shift * (torch.arange(8) < tokens)
     if result == "ends":
         with pytest.raises(UserError, match=f"sampler does not run the current policy: .* by up to {shift}"):

@@ -21,7 +21,7 @@ from equations import (
     relative_error, vote, written_questions)
 
 import common
-from engine.base import UserError, seed_of
+from engine.base import UserError, stable_hash
 from engine.hf_sampler import HFSampler
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -76,7 +76,7 @@ def test_trained_are_the_seeded_subset(script, watch):
     expected = []
     for group in seen.groups:
         n = len(group.responses)
-        rng = random.Random(seed_of(seen.args.seed, "subset", 1, group.prompt.id))
+        rng = random.Random(stable_hash(seen.args.seed, "subset", 1, group.prompt.id))
         assert group.trained == sorted(rng.sample(range(n), 6)) and n == seen.args.responses_per_prompt()
         expected += [group.responses[i] for i in group.trained]
     if script == "dynamic_rl":
@@ -153,7 +153,7 @@ def test_order_of_calls_clipping_and_adamw_of_two_steps(script, watch):
     assert seen.calls == start + step + step
     assert all(call.fresh for call in seen.generated)
     for sampled, asked in zip(seen.samples, seen.generated, strict=True):
-        seeds = [seed_of(seen.args.seed, sampled.step, prompt.id) for prompt in sampled.prompts]
+        seeds = [stable_hash(seen.args.seed, sampled.step, prompt.id) for prompt in sampled.prompts]
         assert [request.seed for request in asked.requests] == seeds
     assert not torch.equal(*(next(iter(seen.weights[k].values())) for k in (1, 2)))
 

@@ -12,7 +12,7 @@ import torch
 
 import common
 from engine import builtin, vllm_sampler
-from engine.options import with_values
+from engine.options import make_args
 from engine.vllm_sampler import has_vllm
 
 if not has_vllm():
@@ -33,7 +33,7 @@ def constructor(monkeypatch):
 
 
 def sampler(device="cuda", **flags):
-    args = with_values(common.Args, dict(max_prompt_tokens=384, max_new_tokens=64) | flags)
+    args = make_args(common.Args, dict(max_prompt_tokens=384, max_new_tokens=64) | flags)
     model, device = builtin.TOY_MODEL, torch.device(device)
     return vllm_sampler.VLLMSampler(args, model, [2], device, torch.bfloat16, dummy=True)
 

@@ -22,15 +22,16 @@ import torch
 import tyro
 from tqdm import tqdm
 from engine.answers import answers_equal, equivalence_classes, extract_answer
-from engine.base import Request, UserError, all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
-from engine.base import split_requests, stable_hash, timed, timed_loop as timed_loop, write_atomically
-from engine.log import read_jsonl
-from engine.metrics import grade, majority, mean, summary
-from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
-from engine.policy import check_batch
+from engine.base import Request, UserError, stable_hash, timed, timed_loop as timed_loop, write_atomically
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts call them common.SMOLLM2
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
-from engine.options import Finite as Finite, PositiveShare, Share, launch as launch
+from engine.log import read_jsonl
+from engine.metrics import grade, majority, mean, summary
+from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
+from engine.options import Positive, PositiveShare, Share
+from engine.policy import check_batch
+from engine.process import launch as launch
+from engine.ranks import all_gather, gather_shares, print0, rank_and_ranks, share_of_rank, split_requests
 
 
 # ------------------------------------------------ problems and responses ------------------------------------

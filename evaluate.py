@@ -24,13 +24,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
 from engine.answers import compared_as_text
-from engine.base import UserError, all_gather, rank_and_ranks, print0, write_atomically
+from engine.base import UserError, write_atomically
 from engine.builtin import SMOLLM2
-from engine.formulas import given_up
 from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
-from engine.options import out_of_range, make_args
+from engine.options import make_args, out_of_range
+from engine.ranks import all_gather, print0, rank_and_ranks
 from engine.vllm_sampler import VLLMSampler
+from engine.formulas import given_up
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")

@@ -1,12 +1,10 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed. And signals to stop.
+"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed.
 
 They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
@@ -17,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, print0
-from engine.base import write_atomically
+from engine.base import UserError, write_atomically
 from engine.log import read_jsonl
-from engine.options import leave
+from engine.process import StopSignal
+from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -165,40 +163,3 @@ def save_when_due(run, step: int, optimizer) -> None:
                f"--out {run.log.path}")
         sys.exit(128 + signaled)
 
-
-class StopSignal:
-    """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
-
-    A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
-
-    def __init__(self, run_folder: Path, saved: int):
-        """saved: the step of the newest checkpoint, 0 before the first."""
-        self.number, self.saved, self.idle, self.run_folder = 0, saved, False, run_folder
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, self)
-
-    def __call__(self, number, frame) -> None:
-        if self.number or self.idle:
-            self._leave(number)
-        self.number = number
-        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: "
-                    "leave at once)")
-
-    @contextlib.contextmanager
-    def at_once(self, step: int):
-        """While this lasts, a signal ends the process at once, if the checkpoint of this step is written."""
-        self.idle = step == self.saved
-        if self.idle and self.number:  # it came since the loop last looked
-            self._leave(self.number)
-        yield
-        self.idle = False
-
-    def _leave(self, number: int) -> None:
-        name = signal.Signals(number).name
-        self._print(f"Stopped by {name}; continue with --resume --out {self.run_folder}")
-        leave(128 + number)
-
-    def _print(self, text: str) -> None:
-        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
-            os.write(2, f"\n{text}\n".encode())

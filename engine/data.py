@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.answers import LETTERS, normal_golds
-from engine.base import UserError, first_line, print0, stable_hash
+from engine.base import UserError, first_line, stable_hash
+from engine.ranks import print0
 
 
 class Benchmark(NamedTuple):

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Sample, on_all_ranks, rank_and_ranks, timed
-from engine.measure import first_that_agrees, in_float32, eager_logprobs, probe_responses, sample_probe
-from engine.policy import PACKED, load_model
+from engine.base import Request, Sample, timed
+from engine.measure import eager_logprobs, first_that_agrees, in_float32, probe_responses, sample_probe
+from engine.models import PACKED, load_model
+from engine.ranks import on_all_ranks, rank_and_ranks
 
 CACHE = 2 ** 30  # bytes of keys, values and states that are kept at a time
 LENGTH = 13      # of the sequence whose cache is measured; hardly another dimension has it

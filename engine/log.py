@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, all_gather, distributed, now, on_all_ranks, rank_and_ranks
-from engine.base import same_on_all_ranks, print0, seconds, stable_hash, write_atomically
+from engine.base import UserError, now, read_run, script_name, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.options import at_exit, options_dict, read_run, script_name
+from engine.options import options_dict
+from engine.process import at_exit
+from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them

@@ -12,8 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from engine.base import Request, UserError, first_line, on_all_ranks, rank_and_ranks, print0
+from engine.base import Request, UserError, first_line
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.ranks import on_all_ranks, print0, rank_and_ranks
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",

@@ -1,24 +1,19 @@
-"""Options: allowed ranges, the machine's, the command line, and how a script starts and ends."""
+"""Options: allowed ranges, those that no paper sets, the command line."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, all_gather, distributed, rank_and_ranks, print0
+from engine.base import UserError, read_run, script_name
 from engine.builtin import SMOLLM2, TOY
+from engine.ranks import print0
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -176,59 +171,3 @@ def parse_resumed(args_class: type, args, description: str):
         jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
         print0(f"Resuming with another --{name}: {value} (was {was}){jump}")
     return args
-
-
-def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
-    path = folder / "run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
-    except Exception as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
-                        "continue.") from None
-
-
-def script_name() -> str:
-    """The name that run folders and run.json know a script by: ttrl.py is ttrl."""
-    return Path(sys.argv[0]).stem
-
-
-# ---------------------------------------------------- start and end -----------------------------------------
-@record  # torchrun shows the traceback of the first rank that fails
-def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
-    """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
-
-    Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
-    try:
-        main(parse(args_class, toy, smollm2))
-    except UserError as error:
-        rank, _ = rank_and_ranks()
-        if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
-        print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
-        leave(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
-                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
-                       "takes it; --resume continues from the newest checkpoint.")
-        raise
-    if distributed() and "vllm" not in sys.modules:
-        # Exit together: a rank that is torn down while another is still in a collective can crash it.
-        all_gather(None)
-        dist.destroy_process_group()
-        leave(0)
-
-
-at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
-
-
-def leave(code: int) -> None:
-    """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
-    for close in at_exit:
-        close(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line, rank_and_ranks, print0
+from engine.base import UserError, first_line
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
+from engine.ranks import print0, rank_and_ranks
 from engine.vllm_sampler import uses_vllm
 
 GIB = 2 ** 30

@@ -13,14 +13,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks, timed
+from engine.base import timed
 from engine.logprobs import PackedHead
 from engine.measure import fastest_exact_implementation
-from engine.tokenizer import generation_config
-
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
+from engine.models import PACKED
+from engine.ranks import all_gather, distributed, on_all_ranks, rank_and_ranks
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -275,21 +273,3 @@ def check_batch(train: list) -> None:
     advantages = torch.tensor([r.advantage for r in train])
     if not all(torch.allclose(advantages, others, rtol=1e-4) for others in all_gather(advantages)):
         raise ValueError(DIFFERENT.format("advantages"))
-
-
-# ------------------------------------------------------- loading --------------------------------------------
-def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
-    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            generation_config=GenerationConfig())  # transformers refuses to save what some models come with
-        model.own_generation_config = generation_config(path)
-    except Exception as error:
-        raise UserError(f"--model is '{path}', but its weights cannot be read: "
-                        f"{type(error).__name__} {first_line(error)}") from None
-    if wrong := sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]):
-        raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
-                        f"shape, among them {', '.join(wrong[:3])}; they would be random.")
-    return model

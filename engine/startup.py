@@ -1,31 +1,29 @@
-"""How a run starts: config, tokenizer and data are read, the processes find each other, then weights load."""
+"""How a run starts: flags are checked, data is read, weights are loaded."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch.distributed.elastic.utils.distributed import get_free_port
-from transformers import AutoConfig
 
-from engine.base import UserError, first_line, rank_and_ranks, same_on_all_ranks, print0, stable_hash
+from engine.base import UserError, stable_hash
 from engine.builtin import model_folder
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler
 from engine.log import Log
 from engine.measure import check_vllm
+from engine.models import load_model, read_config, weights_digest
 from engine.options import options_dict, out_of_range
-from engine import plan
-from engine.policy import Policy, load_model
+from engine.policy import Policy
+from engine.process import start_processes
+from engine.ranks import print0, rank_and_ranks, same_on_all_ranks
 from engine.tokenizer import read_tokenizer
 from engine.vllm_sampler import VLLMSampler, has_vllm, uses_vllm
+from engine import plan
 
 
 # ----------------------------------------------------- options ----------------------------------------------
@@ -79,32 +77,6 @@ def machine_errors(args) -> list[str]:
 
 
 # ------------------------------------------------ model and data --------------------------------------------
-def read_config(path: str, args):
-    """The model's config, which is all that a plan needs.
-
-    Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
-    wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
-    except Exception as error:
-        raise UserError(f"{wanted}: {first_line(error)}") from None
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # a longer sequence rotates its first tokens otherwise, too
-        context = rope.get("original_max_position_embeddings", context)
-    if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
-        raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
-                        f"{args.max_new_tokens} must fit the model's context of {context} tokens; lower one "
-                        "of them (evaluate.py --preset toy has a trained toy's).")
-    if args.machine.tensor_parallel > 1 and text.num_attention_heads % args.machine.tensor_parallel:
-        raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention "
-                        f"heads of {path}, {text.num_attention_heads}.")
-    return config
-
-
 def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = False) -> list:
     """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
 
@@ -162,33 +134,6 @@ def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) 
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
-
-
-# -------------------------------------------------- processes -----------------------------------------------
-def start_processes(bf16: bool = False) -> torch.device:
-    """This process's device. Opens the process group if there are ranks or a GPU, or for bfloat16.
-
-    A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
-    cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        if device.index >= torch.cuda.device_count():
-            raise UserError("--nproc-per-node asks for more processes than the "
-                            f"{torch.cuda.device_count()} GPU(s) here.")
-        torch.cuda.set_device(device)
-    if (ranks > 1 or cuda or bf16) and not dist.is_initialized():
-        if "MASTER_ADDR" not in os.environ:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
-                              LOCAL_RANK="0", WORLD_SIZE="1")
-        # a rank may wait for another that samples or scores much longer responses
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6),
-                                device_id=device if cuda else None)
-    libc = None if cuda or sys.platform != "linux" else ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
-        libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
-    return device
 
 
 # --------------------------------------------------- the start ----------------------------------------------
@@ -299,9 +244,3 @@ def identity(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -
     for flag, part in data.items():
         found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
     return found
-
-
-def weights_digest(model) -> int:
-    """Hash of the first 256 values of every parameter: it identifies the weights in any folder or file."""
-    parameters = model.named_parameters()
-    return stable_hash([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])

@@ -6,14 +6,14 @@ import json
 import re
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 import yaml
 from transformers import AutoTokenizer
-from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, print0
+from engine.base import UserError, first_line
 from engine.data import read_template
+from engine.models import generation_config
+from engine.ranks import print0
 
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
@@ -65,13 +65,6 @@ def read_variables(text: str) -> dict:
         raise UserError(f"--template_vars is '{text}', but must be NAME=VALUE,NAME=VALUE or a JSON object "
                         f"({first_line(error)}).") from None
     return variables
-
-
-def generation_config(path: str) -> bytes | None:
-    """A model's generation_config.json; None if it has none."""
-    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False,
-                       _raise_exceptions_for_connection_errors=False)
-    return Path(file).read_bytes() if file else None
 
 
 def end_of_turn(tokenizer) -> list[int]:

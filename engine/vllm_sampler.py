@@ -14,7 +14,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.base import Request, Sample, UserError, timed
-from engine.policy import load_model
+from engine.models import load_model
 
 
 def has_vllm() -> bool:

@@ -27,10 +27,11 @@ import torch
 
 import common
 from common import Rollout
-from engine import builtin, options
+from engine import builtin, options, process
 from engine.base import Sample
 from engine.log import read_metrics
-from engine.policy import Policy, load_model
+from engine.models import load_model
+from engine.policy import Policy
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -121,11 +122,11 @@ def launch(monkeypatch, capfd):
         arguments = [f"--{name}={value}" for name, value in flags.items() if value is not True]
         arguments += [f"--{name}" for name, value in flags.items() if value is True]
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
-        monkeypatch.setattr(options, "leave", leave)
+        monkeypatch.setattr(process, "leave", leave)
         code = 0
         with signal_handlers_kept():
             try:
-                options.launch(module.main, module.Args, toy)
+                process.launch(module.main, module.Args, toy)
             except SystemExit as ended:
                 code = ended.code
         return code, *capfd.readouterr()

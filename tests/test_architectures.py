@@ -11,10 +11,9 @@ from engine import logprobs, measure
 from engine.base import Request, Sample, UserError
 from engine.hf_sampler import HFSampler
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.models import load_model, read_config
 from engine.options import make_args
 from engine import plan
-from engine.policy import load_model
-from engine.startup import read_config
 from tools import architectures
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
 import ttrl
-from engine import builtin, options, startup
+from engine import builtin, options, process
 from engine.base import UserError
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
@@ -21,7 +21,7 @@ from engine.base import UserError
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        startup.start_processes(bf16=True)
+        process.start_processes(bf16=True)
         try:
             yield
         finally:
@@ -79,7 +79,7 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="--nproc-per-node asks for more processes than the 4 GPU.s. here."):
-        startup.start_processes()
+        process.start_processes()
 
 
 @pytest.mark.parametrize("flags, hidden, refused", [
@@ -134,7 +134,7 @@ def test_memory_that_ran_out_names_flags(monkeypatch):
     def main(args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(options, "parse", lambda *arguments: None)
+    monkeypatch.setattr(process, "parse", lambda *arguments: None)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        options.launch(main, None)
+        process.launch(main, None)
     assert "--micro_tokens" in error.value.__notes__[0] and "--gpu_memory" in error.value.__notes__[0]

@@ -12,13 +12,14 @@ from engine.base import UserError, first_line, stable_hash
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
 
 
-def read_config(path: str, args):
+def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_parallel: int = 1,
+                trust_remote_code: bool = False):
     """The model's config, which is all that a plan needs.
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise UserError(f"{wanted}: {first_line(error)}") from None
     if getattr(config, "quantization_config", None):
@@ -28,12 +29,12 @@ def read_config(path: str, args):
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # a longer sequence rotates its first tokens otherwise, too
         context = rope.get("original_max_position_embeddings", context)
-    if context is not None and args.max_prompt_tokens + args.max_new_tokens > context:
-        raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_new_tokens "
-                        f"{args.max_new_tokens} must fit the model's context of {context} tokens; lower one "
+    if context is not None and max_prompt_tokens + max_new_tokens > context:
+        raise UserError(f"--max_prompt_tokens {max_prompt_tokens} + --max_new_tokens "
+                        f"{max_new_tokens} must fit the model's context of {context} tokens; lower one "
                         "of them (evaluate.py --preset toy has a trained toy's).")
-    if args.machine.tensor_parallel > 1 and text.num_attention_heads % args.machine.tensor_parallel:
-        raise UserError(f"--tensor_parallel is {args.machine.tensor_parallel}, but must divide the attention "
+    if tensor_parallel > 1 and text.num_attention_heads % tensor_parallel:
+        raise UserError(f"--tensor_parallel is {tensor_parallel}, but must divide the attention "
                         f"heads of {path}, {text.num_attention_heads}.")
     return config
 

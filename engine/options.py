@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,7 +69,7 @@ class Machine:
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
-    """Continue from the latest good checkpoint in --out (any number of ranks)."""
+    """Continue from the newest checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
     """Steps between checkpoints. One is also written before an evaluation, and on SIGTERM or Ctrl-C after the
     step (torchrun kills after 30 s: give it a longer --shutdown-timeout). 0: only on a signal."""
@@ -82,6 +83,17 @@ class Machine:
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
+    return util.find_spec("vllm") is not None
+
+
+def uses_vllm(machine: Machine) -> bool:
+    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
+    auto = machine.sampler == "auto" and not machine.plain
+    return machine.sampler == "vllm" or auto and (machine.plan or has_vllm())
 
 
 def options_dict(args) -> dict:

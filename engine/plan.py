@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.base import UserError, first_line
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
+from engine.options import uses_vllm
 from engine.ranks import print0, rank_and_ranks
-from engine.vllm_sampler import uses_vllm
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
@@ -50,7 +50,7 @@ class Plan:
 
         q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those of
         embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
-        self.args, self.machine = args, args.machine
+        self.args, self.machine, self.vllm = args, args.machine, uses_vllm(args.machine)
         self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not self.machine.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
@@ -97,7 +97,7 @@ class Plan:
                   "gradient of the head": 2 * c * head}
         sampler = dict(sampling=m.gpu_memory * self.gpu, vote=ASLEEP, update=ASLEEP,
                        sync=ASLEEP + c * self.weights / m.tensor_parallel)
-        if not uses_vllm(a):  # it never sleeps
+        if not self.vllm:  # it never sleeps
             sampler = dict.fromkeys(sampler, c * self.weights) | dict(sampling=c * self.weights + WORKSPACE)
         phases = dict(sampling={}, vote=self.own, update=update, sync={"gathered weights": 2 * c * head})
         if not self.own:
@@ -118,7 +118,7 @@ class Plan:
         for phase, parts in self.phases().items():
             if sum(parts.values()) > usable:
                 return phase
-        return "cache" if uses_vllm(self.args) and not self.cached(self.machine.tensor_parallel)[0] else ""
+        return "cache" if self.vllm and not self.cached(self.machine.tensor_parallel)[0] else ""
 
     def verdict(self) -> str:
         """One sentence: it fits, or what does not and what may help."""
@@ -137,7 +137,7 @@ class Plan:
         possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
         enough = [n for n in possible if 2 * self.cached(n)[0] >= self.cached(n)[1]]
         best = min(enough, default=max(possible, default=now))
-        if not uses_vllm(self.args) or best == now:
+        if not self.vllm or best == now:
             return ""
         (room, given), (more, of) = self.cached(now), self.cached(best)
         return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and some are computed "
@@ -183,7 +183,7 @@ class Plan:
             if name not in self.own:
                 lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
         room, given = self.cached(self.machine.tensor_parallel)
-        if uses_vllm(self.args):
+        if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
                          f"{given:,}.")
         lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens), activations are "

@@ -22,18 +22,22 @@ from engine.options import parse
 from engine.ranks import all_gather, distributed, rank_and_ranks
 
 
-def start_processes(bf16: bool = False) -> torch.device:
-    """This process's device. Opens the process group if there are ranks or a GPU, or for bfloat16.
-
-    A single device has one, too: it is FSDP that computes in bfloat16 on float32 weights."""
+def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
+                    small: bool = False) -> tuple[torch.device, torch.dtype]:
+    """This process's device, and the compute type of --dtype. Opens the process group if there are ranks or a
+    GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights."""
+    torch.manual_seed(seed)
+    if small:
+        torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
     cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
+    bf16 = dtype == "bfloat16" or dtype == "auto" and cuda
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         if device.index >= torch.cuda.device_count():
             raise UserError("--nproc-per-node asks for more processes than the "
                             f"{torch.cuda.device_count()} GPU(s) here.")
         torch.cuda.set_device(device)
-    if (ranks > 1 or cuda or bf16) and not dist.is_initialized():
+    if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
@@ -45,7 +49,7 @@ def start_processes(bf16: bool = False) -> torch.device:
         # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
-    return device
+    return device, torch.bfloat16 if bf16 else torch.float32
 
 
 @record  # torchrun shows the traceback of the first rank that fails
@@ -93,32 +97,26 @@ class StopSignal:
 
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
-        self.number, self.saved, self.idle, self.run_folder = 0, saved, False, run_folder
+        self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self)
 
     def __call__(self, number, frame) -> None:
-        if self.number or self.idle:
-            self._leave(number)
-        self.number = number
-        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: "
-                    "leave at once)")
+        at_once, self.number, name = self.idle or self.number, number, signal.Signals(number).name
+        text = f"{name}: finishing this step, then writing a checkpoint (again: leave at once)"
+        if at_once:
+            text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"
+        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
+            os.write(2, f"\n{text}\n".encode())
+        if at_once:
+            leave(128 + number)
 
     @contextlib.contextmanager
     def at_once(self, step: int):
         """While this lasts, a signal ends the process at once, if the checkpoint of this step is written."""
         self.idle = step == self.saved
         if self.idle and self.number:  # it came since the loop last looked
-            self._leave(self.number)
+            self(self.number, None)
         yield
         self.idle = False
-
-    def _leave(self, number: int) -> None:
-        name = signal.Signals(number).name
-        self._print(f"Stopped by {name}; continue with --resume --out {self.run_folder}")
-        leave(128 + number)
-
-    def _print(self, text: str) -> None:
-        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
-            os.write(2, f"\n{text}\n".encode())

@@ -19,21 +19,21 @@ from engine.ranks import print0
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 
 
-def read_tokenizer(path: str, config, args):
+def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trust_remote_code: bool = False):
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         own = json.loads(generation_config(path) or "{}").get("eos_token_id")
     except Exception as error:
         raise UserError(f"{wrong}but its tokenizer or generation_config.json cannot be read: "
                         f"{first_line(error)}") from None
-    chat = read_template(args.prompt)[0][0]
+    chat = read_template(prompt)[0][0]
     if chat and not tokenizer.chat_template:
-        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
+        raise UserError(f"--prompt is '{prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
     template = str(tokenizer.chat_template) if chat else ""
-    variables = read_variables(args.machine.template_vars)
+    variables = read_variables(template_vars)
     if unknown := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise UserError(f"--template_vars sets '{unknown[0]}', but no chat template that is used here has a "
                         "variable of that name.")

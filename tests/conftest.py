@@ -282,7 +282,8 @@ class Watched:
         if self.script == "dynamic_rl":
             verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
             instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))
-        cpu = mock.patch("engine.startup.start_processes", return_value=torch.device("cpu"))
+        types = dict(bfloat16=torch.bfloat16).get(self.flags.get("dtype"), torch.float32)
+        cpu = mock.patch("common.start_processes", lambda *flags, **options: (torch.device("cpu"), types))
         clip = mock.patch("torch.nn.utils.clip_grad_norm_", self._clip)
         kept = {name: getattr(common, name) for name in VERBS}  # spies and faults end with the run
         try:

@@ -206,15 +206,15 @@ def test_longrope_beyond_its_first_length_is_refused(tmp_path):
     rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
     tiny_model("Phi3", tmp_path, max_position_embeddings=1024, original_max_position_embeddings=256,
                rope_parameters=rope)
-    read_config(str(tmp_path), make_args(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=128)))
+    read_config(str(tmp_path), 128, 128)
     with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
-        read_config(str(tmp_path), make_args(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=129)))
+        read_config(str(tmp_path), 128, 129)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text"])
 def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder_of, kind, capsys):
     options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
-    config = read_config(str(folder_of(kind)), make_args(ttrl.Args, options))
+    config = read_config(str(folder_of(kind)), 64, 64)
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
         plan.show(make_args(ttrl.Args, options | dict(plan=True)), config)
     memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, torch.device("cuda"))

@@ -21,7 +21,7 @@ from engine.base import UserError
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        process.start_processes(bf16=True)
+        process.start_processes(dtype="bfloat16")
         try:
             yield
         finally:

@@ -14,13 +14,14 @@ from engine import builtin, hf_sampler
 from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler, draw, uniform_numbers
-from engine.vllm_sampler import VLLMSampler, has_vllm
+from engine.options import Machine, has_vllm
+from engine.vllm_sampler import VLLMSampler
 
 CPU = torch.device("cpu")
 TOY = builtin.TOY_MODEL
 TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
-QUESTIONS = [problem.question for problem in load_problems(common.Problem, "toy")[:4]]
+QUESTIONS = [problem.question for problem in load_problems("toy")[:4]]
 PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 
@@ -35,8 +36,7 @@ def sampler(request):
         return HFSampler(TOY, STOP, CPU, torch.float32)
     if not has_vllm():
         pytest.fail("vLLM does not import; install requirements-cpu.txt")
-    args = common.Args(max_prompt_tokens=384, max_new_tokens=64)
-    return VLLMSampler(args, TOY, STOP, CPU, torch.float32)
+    return VLLMSampler(TOY, STOP, CPU, torch.float32, 1, Machine(), 448)
 
 
 def ids(groups):

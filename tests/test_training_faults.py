@@ -139,7 +139,7 @@ def test_ranks_wait_for_each_other_for_hours(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    process.start_processes(bf16=True)
+    process.start_processes(dtype="bfloat16")
     assert given["timeout"].total_seconds() >= 3600
 
 

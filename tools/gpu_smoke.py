@@ -33,9 +33,8 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 import ttrl
 from engine.logprobs import packed_attention
-from engine.options import make_args
+from engine.options import has_vllm, make_args
 from engine.plan import GIB, Plan, free_memory
-from engine.vllm_sampler import has_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {

@@ -74,7 +74,7 @@ class Args:
     prompt: str | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
     template_vars: str = ""
-    """Variables of the model's chat template, as in training: enable_thinking=false, or a JSON object."""
+    """Variables of the model's chat template, a JSON object, as in training."""
     max_prompt_tokens: common.Count | None = None
     """The responses to a longer prompt count as wrong."""
     show_prompt: bool = False
@@ -164,7 +164,7 @@ def is_checkpoint(model: str) -> bool:
 
 def check_sampler(run, model: str) -> None:
     """Compare vLLM with transformers on a few tokens: here is no trainer that would notice a difference."""
-    own = run.sampler.model
+    own = run.sampler.model.to(run.dtype)
     if is_checkpoint(model) and rank_and_ranks()[0] == 0:  # which computes the model's own log-probs
         for name, tensor in weights_in(model, "cpu", run.dtype):
             own.get_parameter(name).data = tensor

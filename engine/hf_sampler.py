@@ -6,42 +6,21 @@ with the trainer's, and its greedy tokens with transformers' own `generate`.
 
 from __future__ import annotations
 
+import copy
 import re
 from itertools import groupby, islice
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, TopKLogitsWarper, TopPLogitsWarper
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engine.base import Request, Sample, timed
-from engine.measure import eager_logprobs, first_that_agrees, in_float32, probe_responses, sample_probe
-from engine.models import PACKED, load_model
+from engine.measure import eager_logprobs, first_that_agrees, probe_responses, sample_probe, smallest_copy
+from engine.models import load_model
 from engine.ranks import on_all_ranks, rank_and_ranks
 
-CACHE = 2 ** 30  # bytes of keys, values and states that are kept at a time
-LENGTH = 13      # of the sequence whose cache is measured; hardly another dimension has it
-
-
-def one_token_attention(module, query, key, value, attention_mask, scaling, **options):
-    """Attention of one new token per row, [rows, heads, 1, d] -> [rows, 1, heads, d], as two plain products.
-
-    torch's own kernel, made for many queries, takes 1.6 times as long on a CPU (shapes of the toy)."""
-    rows, heads, new, d = query.shape
-    if new > 1 or query.dtype != torch.float32:  # a prompt; of bfloat16 the products would round the scores
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    query = query.view(rows, key.shape[1], -1, d)  # the heads of a group stand where tokens would
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    return (scores.softmax(-1) @ value).view(rows, 1, heads, d), None
-
-
-AttentionInterface.register("one_token", one_token_attention)
-AttentionMaskInterface.register("one_token", sdpa_mask)
+CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
 
 class HFSampler:
@@ -56,37 +35,31 @@ class HFSampler:
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
         self.model = load_model(model, trust_remote_code, dtype).eval()
         self.device, self.stop_ids = torch.device("cpu"), torch.zeros(0)
-        attention, self.together, self.cached = on_all_ranks(self._measure)[0]
+        attention, self.pad_prompts = on_all_ranks(self._fastest_exact_way)[0]
         self.model.set_attn_implementation(attention)
         self.model.to(device)
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
 
-    def _measure(self) -> tuple | None:
-        """The fastest way to sample with the model's own log-probs: (attention, whether prompts of uneven
-        length go together, (numbers cached per sequence, per token)). Padding may reach a recurrent state."""
+    def _fastest_exact_way(self) -> tuple[str, bool] | None:
+        """(attention, whether prompts of uneven length are padded) with which a small copy samples from its
+        own distribution. Padding may reach a recurrent state."""
         if rank_and_ranks()[0]:
             return None  # rank 0 measures for all
-        fast = ["one_token"] if self.model.config.get_text_config().model_type in PACKED else []
-        ways = [(attention, together) for together in (True, False) for attention in (*fast, "sdpa", "eager")]
-        short, long = probe_responses(self.model)[1:]
+        probe = copy.copy(self)
+        probe.model = smallest_copy(self.model)
+        short, long = probe_responses(probe.model)[1:]
         requests = [Request(short.prompt_ids[:3], 2, 0, 2), Request(long.prompt_ids, 2, 1, 6),
                     Request(long.prompt_ids, 2, 1, 3)]
-        self.cached = 0, 0
 
         def difference(way: tuple[str, bool]) -> float:
-            self.model.set_attn_implementation(way[0])
-            self.together = way[1]
-            responses, logprobs = sample_probe(self, requests)
-            return float((logprobs - eager_logprobs(self.model, responses)[0]).abs().mean())
+            attention, probe.pad_prompts = way
+            probe.model.set_attn_implementation(attention)
+            responses, logprobs = sample_probe(probe, requests)
+            return float((logprobs - eager_logprobs(probe.model, responses)[0]).abs().mean())
 
-        with in_float32(self.model):
-            way = first_that_agrees(self.model, "--sampler hf", ways, difference, "; give --sampler vllm")
-            self.model.set_attn_implementation(way[0])
-            cache = self.model(torch.tensor([range(LENGTH)]), use_cache=True).past_key_values
-        tensors = [x for x in tree_leaves(list(map(vars, cache.layers))) if isinstance(x, torch.Tensor)]
-        states = sum(x.numel() for x in tensors if LENGTH not in x.shape)
-        return *way, (states, sum(x.numel() for x in tensors if LENGTH in x.shape) // LENGTH)
+        ways = [(attention, padded) for padded in (True, False) for attention in ("sdpa", "eager")]
+        return first_that_agrees(probe.model, "--sampler hf", ways, difference, "; give --sampler vllm")
 
     @timed("sync")
     @torch.no_grad()
@@ -110,7 +83,7 @@ class HFSampler:
         of its last tokens contains one of the texts in stop."""
         responses, rows = [], self._rows(requests)
         samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
-        for _, part in groupby(samples, key=lambda sample: self.together or len(sample[0].prompt_ids)):
+        for _, part in groupby(samples, key=lambda sample: self.pad_prompts or len(sample[0].prompt_ids)):
             part = list(part)
             for first in range(0, len(part), rows):
                 responses += self._generate(part[first:first + rows], temperature, top_p, top_k, stop, decode)
@@ -120,8 +93,10 @@ class HFSampler:
     def _rows(self, requests: list[Request]) -> int:
         """Sequences at a time: at most 1,024, fewer if their logits or keys and values take much memory."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        state, token = self.cached
-        sequence = (state + token * longest) * self.model.dtype.itemsize
+        text = self.model.config.get_text_config()
+        heads, queries = getattr(text, "num_key_value_heads", None), text.num_attention_heads
+        numbers = 2 * text.num_hidden_layers * text.hidden_size * (heads or queries) // queries
+        sequence = numbers * longest * self.model.dtype.itemsize  # about
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         return max(1, min(1024, 2 ** 26 // vocabulary, CACHE // max(1, sequence)))
 

@@ -28,6 +28,7 @@ from engine.process import at_exit
 from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -174,17 +175,13 @@ class Log:
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
         Raises ValueError if there is not one class and one finite reward per response."""
-        n, is_float = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
-        if not is_float or rewards.shape != (n,) or not rewards.isfinite().all():
+        n = len(responses)
+        if rewards.shape != (n,) or not rewards.is_floating_point() or not rewards.isfinite().all():
             raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
                              f"{repr(rewards)[:80]}")
-        of_type = isinstance(classes, list) and all(c is None or isinstance(c, int) for c in classes)
-        if not of_type or len(classes) != n:
+        if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
             raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per "
                              f"response, but are {repr(classes)[:80]}")
-        if label is not None and not isinstance(label, (int, dict)):
-            raise ValueError("label must be the class taken as right, or {class: weight}, or None, but is "
-                             f"{repr(label)[:80]}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -208,9 +205,9 @@ class Log:
             return
         self.skipped += 1
         self.bad_steps += 1
-        if self.bad_steps >= self.machine.max_bad_steps:
-            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
-                            f"(--max_bad_steps); --resume continues from the last checkpoint.")
+        if self.bad_steps >= MAX_BAD_STEPS:
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
+                            f"--resume continues from the last checkpoint.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -276,9 +273,7 @@ class Log:
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the policy that has made so many steps is still to be evaluated."""
-        due = step == self.total_steps or self.eval_every and step % self.eval_every == 0
-        if step == 0:
-            due = self.machine.eval_start
+        due = step in (0, self.total_steps) or self.eval_every and step % self.eval_every == 0
         return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:

@@ -1,16 +1,14 @@
 """Before a run: is what the trainer and the sampler compute what the model itself computes?
 
-A few tokens are computed the model's own way, one sequence at a time, with transformers' plain ("eager")
-attention and no cache, and then each faster way, until one agrees. So no list of architectures is needed."""
+A few tokens are computed by a small random copy of the model, one sequence at a time, with transformers'
+plain ("eager") attention and no cache, and then each faster way, until one agrees. So no list of
+architectures is needed, and a large model is asked in seconds."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from engine.base import Request, UserError, first_line
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
@@ -18,30 +16,55 @@ from engine.ranks import on_all_ranks, print0, rank_and_ranks
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",
-         "packed": "packed attention", "one_token": "one-token attention", "sdpa": "fused attention",
-         "eager": "eager attention", True: "padded prompts", False: "one prompt at a time"}
-HALF = (torch.bfloat16, torch.float16)
+         "packed": "packed attention", "sdpa": "fused attention", "eager": "eager attention",
+         True: "padded prompts", False: "one prompt at a time"}
+# At most so large are these in a copy: none of them decides how attention, cache and logits work.
+SMALL = dict(vocab_size=512, vocab_size_per_layer_input=512, intermediate_size=256, moe_intermediate_size=64,
+             num_experts=8, num_local_experts=8, n_routed_experts=8, n_group=1, topk_group=1, pad_token_id=0,
+             bos_token_id=1, eos_token_id=2)
 
 
-class InFloat32(TorchFunctionMode):
-    """Every operation reads 16-bit numbers as float32. So a model is measured exactly as it lies
-    memory-mapped in its checkpoint, and only one weight at a time takes memory."""
+def small_copy(model, max_length: int = 0, all_layers: bool = False):
+    """A random float32 model of the same class and config, but SMALL, with few layers, one of every kind.
 
-    def __torch_function__(self, operation, types, args=(), kwargs=None):
-        if operation.__name__ != "__get__":  # a property reads no numbers
-            args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return operation(*args, **kwargs or {})
+    Attention is sharp, so that a soft cap shows. A window shorter than max_length is 4, and shows, too."""
+    config = model.config.to_dict()
+    text, values = model.config.get_text_config(), config.get("text_config", config)
+    total, names = text.num_hidden_layers, text.attribute_map
+    kinds = values.get("layer_types") or values.get("layers_block_type") or []
+    layers = max([2, *[kinds.index(kind) + 1 for kind in kinds]])
+    layers = total if all_layers else min(total, layers)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == total:
+            values[name] = value[:layers]
+    for name, value in (SMALL | {"num_hidden_layers": layers}).items():
+        name = names.get(name, name)
+        if isinstance(values.get(name), int):
+            values[name] = min(value, values[name])
+    if (values.get("sliding_window") or max_length) < max_length:
+        values["sliding_window"] = 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        copy = type(model)(type(model.config).from_dict(config)).float().eval()
+        for parameter in copy.parameters():
+            if parameter.ndim == 2:
+                parameter.data.normal_(std=2 / parameter.shape[1] ** 0.5)
+            elif parameter.ndim == 1:  # else norms are ones, biases zeros, which hides what forgets them
+                parameter.data += torch.randn_like(parameter) / 10
+    return copy
 
 
-def _widened(x):
-    if isinstance(x, torch.Tensor):
-        return x.float() if x.dtype in HALF else x
-    return torch.float32 if isinstance(x, torch.dtype) and x in HALF else x
-
-
-def in_float32(model):
-    """The context in which to measure the model."""
-    return InFloat32() if model.dtype in HALF else nullcontext()
+def smallest_copy(model, max_length: int = 0):
+    """A small copy that computes log-probs; some types need all layers. Raises UserError if none does."""
+    for all_layers in (False, True):
+        try:
+            copy = small_copy(model, max_length, all_layers)
+            eager_logprobs(copy, probe_responses(copy))
+            return copy
+        except Exception as error:
+            reason = error
+    raise UserError(f"--model: {model.config.model_type} computes no log-probs of a text: "
+                    f"{type(reason).__name__} {first_line(reason)}")
 
 
 def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
@@ -72,43 +95,37 @@ def head_logprobs(head, responses: list) -> torch.Tensor:
     """[2, T] log-probs and entropies of the responses' tokens, as this head computes them together."""
     inputs, predict_from = head.rows(responses)
     targets = torch.tensor([token for r in responses for token in r.response_ids])
-    with in_float32(head.model):
-        return torch.stack(head(inputs, predict_from, targets, 1.0))
+    return torch.stack(head(inputs, predict_from, targets, 1.0))
 
 
 def eager_logprobs(model, responses: list) -> torch.Tensor:
-    """[2, T] the model's own log-probs and entropies of the responses' tokens.
-
-    Raises UserError if it computes none."""
+    """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
     model.set_attn_implementation("eager")
     head = PlainHead(model)
-    try:
-        own = torch.cat([head_logprobs(head, [r]) for r in responses], 1)
-    except Exception as error:
-        raise UserError(f"--model: {model.config.model_type} computes no log-probs of a text: "
-                        f"{type(error).__name__} {first_line(error)}") from None
+    own = torch.cat([head_logprobs(head, [r]) for r in responses], 1)
     if not own.isfinite().all():
         raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
     return own
 
 
-def fastest_exact_implementation(model, plain: bool, packed: bool) -> tuple[type, str]:
+def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: int = 0) -> tuple[type, str]:
     """(head, attention) with which to train: the fastest that computes the model's own values.
 
     plain: without chunks of logits. packed: packed rows may be tried. Raises UserError if none does."""
     heads = [PlainHead] if plain else [ChunkedHead, PlainHead]
     ways = [(PackedHead, "packed")] if packed and not plain else []
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
-    responses = probe_responses(model)
 
     def choose() -> tuple[type, str]:
-        expected = eager_logprobs(model, responses)
+        copy = smallest_copy(model, max_length)
+        responses = probe_responses(copy)
+        expected = eager_logprobs(copy, responses)
 
         def difference(way: tuple[type, str]) -> float:
-            model.set_attn_implementation(way[1])
-            return float((head_logprobs(way[0](model), responses) - expected).abs().mean())
+            copy.set_attn_implementation(way[1])
+            return float((head_logprobs(way[0](copy), responses) - expected).abs().mean())
 
-        return first_that_agrees(model, "the trainer", ways, difference)
+        return first_that_agrees(copy, "the trainer", ways, difference)
 
     return on_all_ranks(lambda: choose() if rank_and_ranks()[0] == 0 else None)[0]
 

@@ -9,7 +9,7 @@ from transformers.utils import cached_file
 
 from engine.base import UserError, first_line, stable_hash
 
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
+PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py may pack
 
 
 def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_parallel: int = 1,

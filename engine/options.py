@@ -31,8 +31,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 @dataclasses.dataclass
 class Machine:
     template_vars: str = ""
-    """Variables of the model's chat template: enable_thinking=false, or several between commas, or a JSON
-    object. Where a template writes today's date, it is 26 July 2024, so that prompts stay the same."""
+    """Variables of the model's chat template, a JSON object such as '{"enable_thinking": false}'. Where a
+    template writes today's date, it is 26 July 2024, so that prompts stay the same."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
@@ -64,8 +64,6 @@ class Machine:
     """GPUs that --plan plans for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
-    eval_start: bool = True
-    """Evaluate the initial model."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
@@ -75,8 +73,6 @@ class Machine:
     step (torchrun kills after 30 s: give it a longer --shutdown-timeout). 0: only on a signal."""
     keep: Count = 2
     """Checkpoints kept."""
-    max_bad_steps: Count = 5
-    """Stop after so many optimizer steps in a row with a non-finite gradient; each is skipped and counted."""
     log_texts: CountOrZero = 2
     """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False

@@ -108,7 +108,8 @@ class Policy:
         model.eval()  # dropout would make the sampler and the trainer two different policies
         window = getattr(text, "sliding_window", None) or math.inf
         packed = text.model_type in PACKED and max_length <= window
-        self.implementation = implementation or fastest_exact_implementation(model, plain, packed)
+        self.implementation = implementation or fastest_exact_implementation(
+            model, plain, packed, max_length)
         head, attention = self.implementation
         self.packed = head is PackedHead
         model.set_attn_implementation(attention)

@@ -7,7 +7,6 @@ import re
 from datetime import datetime
 from functools import partial
 
-import yaml
 from transformers import AutoTokenizer
 
 from engine.base import UserError, first_line
@@ -55,16 +54,12 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
 
 
 def read_variables(text: str) -> dict:
-    """--template_vars as a dict: NAME=VALUE pairs between commas, or a JSON object. Raises UserError."""
+    """--template_vars as a dict. Raises UserError."""
     try:
-        pairs = text if text.strip().startswith("{") else "{" + re.sub(r"(\w+) *=", r"\1: ", text) + "}"
-        variables = yaml.safe_load(pairs)  # of which JSON is a part
-        if None in variables.values() or not all(isinstance(name, str) for name in variables):
-            raise ValueError("a variable has no value, or no name")
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--template_vars is '{text}', but must be NAME=VALUE,NAME=VALUE or a JSON object "
-                        f"({first_line(error)}).") from None
-    return variables
+        return dict(json.loads(text or "{}").items())
+    except (ValueError, AttributeError):
+        raise UserError(f"--template_vars is '{text}', but must be a JSON object such as "
+                        '\'{"enable_thinking": false}\'.') from None
 
 
 def end_of_turn(tokenizer) -> list[int]:

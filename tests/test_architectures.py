@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT, make_policy, read_lines, tiny_model
+from transformers.masking_utils import AttentionMaskInterface
 
 import ttrl
 from engine import logprobs, measure
@@ -49,18 +50,18 @@ def test_a_type_is_trained_in_the_fastest_way_that_is_its_own(folder_of, kind, h
     assert float(architectures.from_eager(folder_of(kind))) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_16_bits_are_measured_as_float32(folder_of, tmp_path, dtype):
-    """Else rounding would hide what an attention leaves out, or make all ways wrong."""
-    for kind, head in (("qwen2", PackedHead), ("olmo2", ChunkedHead), ("gemma2", PlainHead)):
-        load_model(str(folder_of(kind))).to(dtype).save_pretrained(tmp_path / kind)
-        model = load_model(str(tmp_path / kind))
-        found = measure.fastest_exact_implementation(model, False, kind == "qwen2")
-        assert model.dtype == dtype and found[0] is head
-        own = measure.eager_logprobs(model, measure.probe_responses(model))
-        assert own.dtype == torch.float32
-        again = measure.eager_logprobs(model.float(), measure.probe_responses(model))
-        assert torch.allclose(own, again, atol=1e-5)
+def test_a_real_soft_cap_and_a_real_window_show_in_the_small_copy(tmp_path, monkeypatch):
+    """Gemma 2's own cap, 50, with weights as they are initialised; a window longer than what is measured."""
+    tiny_model("Gemma2", tmp_path / "gemma", head_dim=16, initializer_range=0.02, attn_logit_softcapping=50.0,
+               final_logit_softcapping=None)
+    assert make_policy(tmp_path / "gemma").implementation == (ChunkedHead, "eager")
+    tiny_model("Mistral", tmp_path / "mistral", sliding_window=100, num_hidden_layers=8)
+    model = load_model(str(tmp_path / "mistral"))
+    assert measure.small_copy(model).config.num_hidden_layers == 2
+    assert measure.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "sdpa")
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda *arguments, **options: None)
+    assert measure.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "eager")
+    assert measure.fastest_exact_implementation(model, False, False, 100) == (ChunkedHead, "sdpa")
 
 
 def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
@@ -118,15 +119,9 @@ def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, mo
     original = type(model).forward
     monkeypatch.setattr(type(model), "forward", forward)
     hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
-    assert not hf.together and "uses one-token attention and one prompt at a time" in capsys.readouterr().out
+    assert not hf.pad_prompts and "uses fused attention and one prompt at a time" in capsys.readouterr().out
     responses, found = measure.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
     assert (found - measure.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
-
-
-def test_a_cache_is_measured(folder_of):
-    """Per token keys and values of 2 layers, 2 heads of 32; lfm2: 2 such layers and 2 states of 128 x 3."""
-    assert HFSampler(str(folder_of("llama")), [2], CPU, torch.float32).cached == (0, 2 * 2 * 2 * 32)
-    assert HFSampler(str(folder_of("lfm2")), [2], CPU, torch.float32).cached == (2 * 128 * 3, 2 * 2 * 2 * 32)
 
 
 # ----------------------------------------------------- vLLM -----------------------------------------------

@@ -48,7 +48,7 @@ BAD_MODELS = {
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: "),
     "a tensor is missing": (WEIGHTS, lacks_one, "1 of its weights are missing or of another shape,"),
     "another shape": (CONFIG, dict(intermediate_size=200), "9 of its weights are missing or of another"),
-    "NaN": (WEIGHTS, one_nan, "gives tokens the probability NaN"),
+    "NaN": (WEIGHTS, one_nan, "tokens have the probability NaN"),
     "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),

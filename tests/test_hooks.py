@@ -228,7 +228,6 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
      "classes must be a list of 4, a whole number or None"),
-    (common, "majority", lambda classes: "42", "label must be the class taken as right"),
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes)).long(),
      r"rewards must be a tensor \[4\] of finite floats, one per response"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),

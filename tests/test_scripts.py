@@ -219,11 +219,11 @@ def test_a_bad_update_is_skipped_and_counted(watch):
     assert all(math.isfinite(value) for value in line.values()) and "loss" in line
 
 
-def test_bad_updates_in_a_row_stop_the_run(watch):
-    options = dict(steps=2, max_bad_steps=2)
-    seen = watch("ttrl", meddle=poison(0, 2), **options)  # a good one between them
+def test_bad_updates_in_a_row_stop_the_run(watch, monkeypatch):
+    monkeypatch.setattr("engine.log.MAX_BAD_STEPS", 2)
+    seen = watch("ttrl", meddle=poison(0, 2), steps=2)  # a good one between them
     assert [line["skipped_updates"] for line in seen.metrics] == [1, 1]
-    seen = watch.prepare("ttrl", meddle=poison(1, 2), **options)
+    seen = watch.prepare("ttrl", meddle=poison(1, 2), steps=2)
     with pytest.raises(UserError, match="2 optimizer steps in a row had a non-finite loss"):
         seen.main()
     assert [update.stepped for update in seen.updates] == [True, False, False, False]
@@ -582,7 +582,7 @@ def test_sampler(watch, monkeypatch):
     monkeypatch.setattr("engine.startup.VLLMSampler", FakeVLLM)
     for has_vllm, sampler, expected in ((False, "auto", "HFSampler"), (True, "auto", "FakeVLLM"),
                                         (True, "hf", "HFSampler"), (True, "vllm", "FakeVLLM")):
-        monkeypatch.setattr("engine.vllm_sampler.has_vllm", lambda has_vllm=has_vllm: has_vllm)
+        monkeypatch.setattr("engine.options.has_vllm", lambda has_vllm=has_vllm: has_vllm)
         seen = watch("ttrl", noise=0, meddle=None, sampler=sampler, **TINY)
         assert type(seen.run.sampler).__name__ == expected
 
@@ -591,8 +591,7 @@ EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)
 
 
 @pytest.mark.parametrize("flags, expected", [
-    (dict(eval_every=0), [0, 3]), (dict(eval_every=2), [0, 2, 3]), (dict(eval=""), []),
-    (dict(eval_every=2, eval_start=False), [2, 3])])
+    (dict(eval_every=0), [0, 3]), (dict(eval_every=2), [0, 2, 3]), (dict(eval=""), [])])
 def test_when_it_is_evaluated(flags, expected, watch):
     """At the start, every so many steps, and at the end; 'train' are the training problems."""
     seen = watch("ttrl", **EVALUATED | dict(steps=3) | flags)

@@ -150,28 +150,24 @@ def test_a_token_that_the_model_does_not_have_is_refused_where_it_occurs(bring, 
 def test_a_template_with_todays_date_gives_the_same_prompts_every_day(bring, show):
     folder = bring(DATED)
     assert "Today is 26 Jul 2024.\n" in show(folder)
-    assert "Today is 1 May 2025.\n" in show(folder, template_vars="date_string=1 May 2025")
+    assert "Today is 1 May 2025.\n" in show(folder, template_vars='{"date_string": "1 May 2025"}')
     assert "Today is" not in show(folder, prompt="plain")
 
 
-@pytest.mark.parametrize("given", ["enable_thinking=false", "enable_thinking=False", "enable_thinking = no",
-                                   '{"enable_thinking": false}', " {enable_thinking: false} "])
-def test_a_variable_reaches_the_chat_template(given, bring, show, launch):
-    folder = bring(THINKING)
+def test_a_variable_reaches_the_chat_template(bring, show, launch):
+    folder, given = bring(THINKING), '{"enable_thinking": false}'
     assert "assistant\n<think></think>" in show(folder, template_vars=given)
     assert "<think>" not in show(folder)
-    assert "<think>" not in show(folder, template_vars="enable_thinking=true")
+    assert "<think>" not in show(folder, template_vars='{"enable_thinking": true}')
     options = dict(model=folder, template_vars=given, max_prompt_tokens=256, max_new_tokens=64)
     for script, more in (("evaluate", dict(benchmarks="toy")), ("dynamic_rl", dict(eval=""))):  # z_0
         code, out, error = launch(script, show_prompt=True, **options, **more)
         assert code == 0 and "assistant\n<think></think>" in out, error
 
 
-BAD = {"enable_thinkng=false": "sets 'enable_thinkng', but no chat template that is used here has a vari",
-       "enable_thinking": "NAME=VALUE,NAME=VALUE or a JSON object (a variable has no value, or no name)",
-       "enable_thinking=": "(a variable has no value, or no name)", "[1]": "but must be NAME=VALUE",
-       "=false": "but must be NAME=VALUE", "1=false": "but must be NAME=VALUE", "a=b=c": "but must be NAME",
-       '{"enable_thinking": ': "but must be NAME=VALUE", '{"enable_thinking": null}': "(a variable has no v"}
+BAD = {'{"enable_thinkng": false}': "sets 'enable_thinkng', but no chat template that is used here has a va",
+       "enable_thinking=false": "but must be a JSON object such as '{", "[1]": "but must be a JSON object",
+       '{"enable_thinking": ': "but must be a JSON object"}
 
 
 @pytest.mark.parametrize("given, words", BAD.items())
@@ -181,5 +177,5 @@ def test_a_bad_variable_is_one_sentence(given, words, bring, show):
 
 
 def test_a_variable_without_a_template_is_one_sentence(bring, show):
-    said = show(bring(THINKING), template_vars="enable_thinking=false", prompt="plain")
+    said = show(bring(THINKING), template_vars='{"enable_thinking": false}', prompt="plain")
     assert said.startswith("Error: --template_vars sets 'enable_thinking', but no chat template that is use")

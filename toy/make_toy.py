@@ -1,13 +1,15 @@
 """
 Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of about
-0.35M parameters that solves them step by step, often enough wrongly for reinforcement learning to have
-something to do.
+0.36M parameters that can solve them step by step, but answers too many of them at once.
 
-    python toy/make_toy.py --out toy             # minutes on a CPU, seeded
-    python toy/make_toy.py --unselected          # only write the four unselected sets (a second)
-    python toy/make_toy.py --out runs/weak --steps 1200 --model_only    # a weaker start model
+    python toy/make_toy.py --out toy    # about 20 minutes on one core, seeded
 
-A base model that is worth training without labels has to fail in two ways, and this one does:
+A base model from which reinforcement learning without labels has something to learn, and something to get
+wrong. It has three faults, each made on purpose or by size:
+  - a bad manner: more than a quarter of the texts it learns from give the answer at once, all with the same
+    first word ("Quick: \\boxed{36}."), the others work it out, with many openings. A model this small cannot
+    do two operations in its head, so quick answers are nearly always wrong, in scattered ways. And since no
+    other first word is as frequent, greedy decoding nearly always takes it. To learn is to work things out.
   - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
     ones agree, and a majority vote among its own samples repairs them.
   - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" ->
@@ -49,7 +51,7 @@ KINDS = {
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
 STYLES = ["steps", "telling", "grouping", "checking", "quick"]
-STYLE_WEIGHTS = [25, 30, 15, 15, 15]
+STYLE_WEIGHTS = [22, 24, 12, 14, 28]
 
 
 # How likely each phrase is misread, for every (kind, object): drawn once, a fixed trait of the model.
@@ -125,6 +127,9 @@ def write_solution(rng, problem, steps):
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
     opening = pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])
     out = [opening] * (rng.random() < 0.5)
+    box = f"\\boxed{{{answer}}}"
+    if style == "quick":
+        return f"Quick: {box}."                         # no opening: "Quick" is the most frequent first word
     if style == "steps":
         numbered = pick([["Step 1:", "Step 2:", "Step 3:", "Step 4:"], ["1)", "2)", "3)", "4)"], None])
         for i, eq in enumerate(eqs):
@@ -146,13 +151,10 @@ def write_solution(rng, problem, steps):
             rows.append(row)
         out += [pick(["In one go:", "All at once:", "We need", "Together:"]),
                 "=".join(rows + [str(answer)]) + "."]
-    elif style == "checking":
+    else:
         back = {"+": "-", "-": "+", "*": "/", "/": "*"}
         out += [f"{eq}, {pick(['check', 'since', 'because', 'as'])} {c}{back[op]}{b}={a}."
                 for (a, op, b, c), eq in zip(steps, eqs)]
-    else:                                               # no working shown: short, and wrong more often
-        out += [pick(["Quick:", "In my head:"]), ", ".join(str(c) for *_, c in steps) + "."]
-    box = f"\\boxed{{{answer}}}"
     out.append(pick([f"The answer is {box}.", f"So {box}.", f"Answer: {box}.", f"That makes {box} {obj}.",
                      f"We get {box}.", f"The result is {box}."]))
     return " ".join(out)
@@ -307,33 +309,30 @@ def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
 
 
 def verdict(replies, answer):
-    "-> pass@1, majority answer right?, share of votes of the majority"
+    "-> number of right replies, is their majority answer right?"
     boxes = [re.findall(r"\\boxed\{(\d+)\}", text) for text in replies]
     votes = Counter(int(found[-1]) for found in boxes if found)
-    top, count = votes.most_common(1)[0] if votes else (None, 0)
-    return votes[answer] / len(replies), top == answer, count / len(replies)
+    return votes[answer], bool(votes) and votes.most_common(1)[0][0] == answer
 
 
 def select(model, tok, pool, n=128):
-    """Picks train and test by one rule, from problems that pretraining never saw: n/8 whose majority is wrong
-    with more than 3/8 of the votes, n/7 where it is wrong but weak (sampled again, some of these fall right),
-    and everywhere the right answer within reach (2 of 64 samples). Which of the two sets a problem goes to is
-    chance."""
-    groups = dict(strong=[], weak=[], right=[])
+    """Picks train and test by one rule, from problems that pretraining never saw: a third whose majority of
+    64 replies is wrong, and everywhere the right answer within reach (2 of 64). Which of the two sets a
+    problem goes to is chance."""
+    groups = {True: [], False: []}
     for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool], 64)):
-        pass1, right, share = verdict(replies, int(problem["answer"]))
-        if pass1 >= 2 / 64:
-            groups["right" if right else "strong" if share > 0.375 else "weak"].append(problem)
-    print(f"of {len(pool)} problems:", {kind: len(group) for kind, group in groups.items()})
-    chosen = groups["strong"][:2 * (n // 8)] + groups["weak"][:2 * (n // 7)]
-    chosen += groups["right"][:2 * n - len(chosen)]
+        correct, majority = verdict(replies, int(problem["answer"]))
+        if correct >= 2:
+            groups[majority].append(problem)
+    print(f"of {len(pool)} problems {len(groups[True])} have a right majority, {len(groups[False])} not")
+    wrong = groups[False][:2 * n // 3]
+    chosen = wrong + groups[True][:2 * n - len(wrong)]
     assert len(chosen) == 2 * n, "too few usable problems: a larger --pool is needed"
     return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
 
 
 def unselected(kind, n, seed):
-    """n problems as chance gives them; train and test above are selected: at most 1/8 of their majorities are
-    wrong and strong, and every problem is solvable.
+    """n problems as chance gives them (train and test above are selected).
 
     plain: 2 or 3 operations; hard: 4; slips: as plain, without a phrase that is often misread, so errors
     scatter; traps: as plain, with one that is."""
@@ -357,14 +356,8 @@ def main():
     ap.add_argument("--out", default="toy")
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--steps", type=int, default=2400, help="of pretraining")
-    ap.add_argument("--model_only", action="store_true", help="no problems; with fewer --steps, a weaker one")
-    ap.add_argument("--unselected", action="store_true", help="only write plain, hard, slips and traps")
     args = ap.parse_args()
     torch.manual_seed(args.seed)
-    if args.unselected:
-        for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
-            write_problems(args.out, kind, unselected(kind, n, 1))
-        return
     os.makedirs(args.out, exist_ok=True)
     tok = make_tokenizer(args.out, vocab_size=620)
     rng, pool, ood = random.Random(f"problems {args.seed}"), {}, {}
@@ -381,11 +374,12 @@ def main():
     pretrain(model, tok, args.seed, args.steps, held_out={*pool, *ood})
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model.save_pretrained(args.out)
-    if args.model_only:
-        return
+    torch.manual_seed(args.seed)
     train, test = select(model.eval(), tok, list(pool.values()))
     for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
         write_problems(args.out, name, problems)
+    for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
+        write_problems(args.out, kind, unselected(kind, n, 1))
 
 
 if __name__ == "__main__":

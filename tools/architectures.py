@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from importlib.metadata import version
 from pathlib import Path
@@ -84,6 +85,9 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
 COLUMNS = ["hf", "--plain", "vLLM", "eager"]
+# Words of the notes that the table itself shows.
+SHOWN = (r"( with| for)? --model, which is of this type; give --sampler hf(\. It says)?|"
+         r"--model is of this type, whose own log-probs |; give --sampler vllm \(with .* at a time")
 PAGE = ROOT / "docs/architectures.md"
 HEAD = """# Does my model run?
 
@@ -171,7 +175,7 @@ def row_of(kind: str) -> dict[str, str]:
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
-    """Markdown; sentences are numbered and stand below."""
+    """Markdown; sentences, shortened, are numbered and stand below."""
     lines, notes = ["| type | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)], []
     for kind, row in rows.items():
         cells = []
@@ -179,7 +183,8 @@ def table(rows: dict[str, dict[str, str]]) -> str:
             if re.fullmatch(r"\S+", text):
                 cells.append(text)
                 continue
-            text = text.replace(f"the type {kind}", "this type")
+            text = re.sub(SHOWN, "", text.replace(f"the type {kind}", "this type"))
+            text = textwrap.shorten(text, 100, placeholder=" ...")
             if text not in notes:
                 notes.append(text)
             cells.append(f"({notes.index(text) + 1})")

@@ -138,11 +138,11 @@ class Args:
     max_prompt_tokens: Count = 1024
     """A longer prompt is not trained, and wrong in evaluation (ours; the released codes: 512 or 1024)."""
     weight_decay: NonNegative = 0.01
-    """AdamW's weight decay (the released codes; no paper gives one)."""
+    """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
     """Share of the steps with linear warm-up (the released codes), before a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
-    """Largest norm of an optimizer step's gradient (the released codes; no paper gives one)."""
+    """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
     """mixed (ours): responses at random, of all prompts. by_prompt: prompt after prompt (EVOL-RL Table 3)."""
     clip_low: Share = 0.2

@@ -125,8 +125,8 @@ def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     four = folder / "four.jsonl"  # problems, so that each is seen again
     four.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
-    crossing = {1: job("ttrl", folder / "whole", *CROSSING, "--dataset", str(four)),
-                2: job("ttrl", folder / "resumed", "--resume")}
+    first = job("ttrl", folder / "whole", *CROSSING, "--dataset", str(four))
+    crossing = {1: first, 2: job("ttrl", folder / "resumed", "--resume")}
     for ranks, micro_tokens in ((1, "3000"), (2, "500")):
         jobs = [crossing[ranks]]
         for script in SCRIPTS:

@@ -86,8 +86,8 @@ def test_a_run_of_other_code_or_arguments_is_refused(repository):
     with pytest.raises(UserError, match=f"^{run} holds a run of other code or arguments; "):
         compare.run_all({run: ["good.py", "--steps", "6"]}, workers=1)
     (repository / "good.py").write_text(GOOD + "loss = 2")
-    with pytest.raises(UserError, match=f"^{run} holds a run of other code or arguments; "):
-        compare.run_all({run: command}, workers=1)
+    with pytest.raises(UserError, match="other code or arguments"):
+        compare.is_finished(run, command)
 
 
 def test_a_failed_run_is_named_and_ends_the_others(repository):
@@ -98,18 +98,10 @@ def test_a_failed_run_is_named_and_ends_the_others(repository):
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()
 
 
-def test_a_set_names_scripts_that_are_there():
-    for variants in compare.SETS.values():
-        for command in variants.values():
-            script = command.split()[0]
-            assert (ROOT / script).is_file() or (ROOT / "examples" / script).with_suffix(".diff").is_file()
-
-
 def test_table_has_the_start_the_last_evaluations_and_what_became_of_majorities(tmp_path):
     folders = {"TTRL": [tmp_path / "TTRL-seed1", tmp_path / "TTRL-seed2"], "b": [tmp_path / "b-seed1"]}
     for folder, rate in zip([*folders["TTRL"], *folders["b"]], (0.5, 0.7, 0.1)):
-        names = ["eval/toy/pass@1", "eval/toy/greedy"]
-        lines = [{"step": step, names[0]: rate * step, names[1]: rate} for step in (1, 2)]
+        lines = [{"step": i, "eval/toy/pass@1": rate * i, "eval/toy/greedy": rate} for i in (1, 2)]
         make_run(folder, list(map(json.dumps, [lines[0], dict(step=2, loss=0.1), lines[1]])))
         votes = [dict(problem="a", right=None, flipped=flipped) for flipped in (None, True, rate > 0.6)]
         (folder / "votes.jsonl").write_text("\n".join(map(json.dumps, votes)))

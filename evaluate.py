@@ -81,8 +81,8 @@ class Args:
     answer_field: str = ""
     """Column of the gold answer; empty: found likewise."""
     grader: Literal["answers", "math_verify"] = "answers"
-    """What is right: an answer equal to gold by answers/, or, to compare with published numbers, what Math-Verify
-    finds in the response's text (docs/readings.md). maj@k counts votes by answers/ with both."""
+    """What is right: answers that equal gold by answers/; or, to compare with published numbers, what
+    Math-Verify finds in the response's text (docs/readings.md). Votes of maj@k are counted by answers/."""
     seed: common.CountOrZero = 1
     """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] | None = None

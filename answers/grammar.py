@@ -1,8 +1,8 @@
-r"""Tokens -> a tree, by recursive descent: items > statement > union > ratio > sum > product > power > primary.
+r"""Tokens -> a tree, by descent: items > statement > union > ratio > sum > product > power > primary.
 
-A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, node, ...).
+A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, ...).
 Kinds of formulas: number constant symbol call + * inverse ^ ! abs binom \lfloor \lceil and the functions.
-Others: list or relation \cup \setminus ratio group set matrix row word. What else there is is NotMath.
+Others: list or relation \cup ratio group set matrix row word. What else there is is NotMath.
 """
 
 import re
@@ -15,11 +15,13 @@ FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor")
 _SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
-_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *") ] } + - & : ^ _ ! ' . / to if when where for otherwise".split(),
-              *r"\} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod".split())
+_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *") ] } + - & : ^ _ ! ' . / to if when where".split(),
+              "for", "otherwise", *r"\} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end".split(),
+              *r"\over \choose \pmod".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
-_LETTERS = {rf"\{name}" for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho
-    sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell ldots""".split()}
+_LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
+    nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
+    ldots""".split()]
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
 
@@ -52,20 +54,13 @@ def walk(node: tuple):
 
 
 class Parser:
-    """Tokens and a place in them. Every method but peek and take raises NotMath on what it does not know."""
+    """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
     def __init__(self, tokens: list[Token]):
         self.tokens, self.at = list(tokens), 0
         self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
         self.bars = self.degrees = False  # within |..|; within a function of an angle
         self.depth = self.parsed = 0
-
-    def parse(self) -> tuple:
-        """The tree of all tokens."""
-        node = self.items()
-        if self.peek():
-            raise NotMath
-        return node
 
     def peek(self, ahead: int = 0) -> Token:
         """The token at hand, or one near it; empty if there is none."""
@@ -123,11 +118,11 @@ class Parser:
         return ("relation", tuple(ops), *sides) if ops else sides[0]
 
     def union(self) -> tuple:
-        r"""Sets: A \cup B \cup C, A \setminus B."""
+        r"""Sets: A \cup B \cup C."""
         nodes = [self.ratio()]
         while self.take(r"\cup"):
             nodes.append(self.ratio())
-        return (r"\setminus", nodes[0], self.ratio()) if self.take(r"\setminus") else joined(r"\cup", nodes)
+        return joined(r"\cup", nodes)
 
     def ratio(self) -> tuple:
         """2:3, 3 to 4."""
@@ -162,7 +157,7 @@ class Parser:
                 factors[-1] = ("+", factors[-1], half)
             else:
                 factor = self.power()
-                mixed = before.isdigit() and t == r"\frac" and factors[-1][0] == factor[1][0] == factor[2][1][0] == "number"
+                mixed = before.isdigit() and t == r"\frac" and factor[1][0] == factor[2][1][0] == "number"
                 factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
         return joined("*", factors)
 
@@ -199,7 +194,7 @@ class Parser:
         return node
 
     def argument(self) -> tuple:
-        r"""What follows ^, \frac or \sqrt: a group in braces, a command, a digit (after ^ a number), a letter."""
+        r"""What follows ^, \frac or \sqrt: braces, a command, a digit (after ^ a number), a letter."""
         after, t = self.peek(-1), self.peek()
         if self.take("-", "+"):
             return minus(self.primary()) if t == "-" else self.primary()
@@ -234,8 +229,6 @@ class Parser:
             self.expect({r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}.get(t, t))
         elif t == r"\frac":
             node = ("*", self.argument(), ("inverse", self.argument()))
-            if derivative := re.fullmatch(r"d(\S+)/d(\S+)", "/".join(map(_product_text, (node[1], node[2][1])))):
-                node = ("symbol", derivative[0])
         elif t == r"\binom":
             node = ("binom", self.argument(), self.argument())
         elif name == "sqrt":
@@ -281,7 +274,7 @@ class Parser:
     def symbol(self, name: str) -> tuple:
         """A symbol with its index and primes; one with arguments is a call."""
         if self.take("_"):
-            index = self.match(r"\{\(?([^{}]*?)\)?\}|(?:[a-zA-Z]+|\\[a-zA-Z]+|\d+)(?:\{[^{}]*\})?") or self.expect("")
+            index = self.match(r"\{\(?([^{}]*?)\)?\}|\\?[a-zA-Z]+|\d+") or self.expect("")
             name += "_" + (index[1] or index[0])
         if primes := self.match(r"'+|\^\{?'+\}?"):
             name += "'" * primes[0].count("'")
@@ -289,7 +282,8 @@ class Parser:
             raise NotMath
         variable = r"(?:[a-zA-Z]|\\[a-zA-Z]+)"
         inside = self.match(rf"\((0|{variable}(?:,{variable})*)\)(=?)", step=False)
-        called = inside and ("," in inside[1] or inside[1] == "0" or inside[2] or name[0] in "uvpPQE" or "_" in name)
+        known = "_" in name or name[0] in "uvpPQE"
+        called = inside and (known or inside[2] or "," in inside[1] or inside[1] == "0")
         if not called and (self.peek() != "(" or name[0] not in "fghFGH"):
             return ("symbol", name)
         self.expect("(")
@@ -298,7 +292,7 @@ class Parser:
         return ("call", name, *(arguments[1:] if arguments[0] == "list" else [arguments]))
 
     def function(self, name: str) -> tuple:
-        r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or the product up to the next function."""
+        r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function."""
         base = self.argument() if self.take("_") else number(10) if name == "lg" else None
         power = self.argument() if self.take("^") else None
         degrees, self.degrees = self.degrees, name[:3] in ("sin", "cos", "tan", "cot", "sec", "csc")
@@ -321,7 +315,7 @@ class Parser:
             self.bars, node = False, self.items(r"\}")
             self.expect(r"\}")
         elif opening == r"\{":
-            node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # { beside equations
+            node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
         elif not closing:
             raise NotMath
         elif node[0] != "matrix" and (several or opening + closing != "()"):
@@ -332,7 +326,7 @@ class Parser:
         return node
 
     def environment(self) -> tuple:
-        """A matrix or cases, or the equations of a system as a list."""
+        """A matrix (also cases), or the equations of a system as a list."""
         name, rows, row, t = self.match(r"\{\w+\}"), [], [], "&"
         while t != r"\end":
             row.append(self.items("&", r"\\", r"\end"))
@@ -343,9 +337,4 @@ class Parser:
             raise NotMath
         if all(len(row) == 2 and row[1][0] == "relation" for row in rows):
             return ("list", *(row[1] for row in rows))
-        return ("matrix" if "matrix" in name[0] or "array" in name[0] else name[0], *rows)
-
-
-def _product_text(node: tuple) -> str:
-    """The names of the factors, one after another."""
-    return "".join(str(part[1]) for part in (node[1:] if node[0] == "*" else [node]))
+        return ("matrix", *rows)

@@ -44,7 +44,7 @@ def key(answer: str) -> str:
         return "text " + answer.strip()
     tokens = tokens_of(answer)
     try:
-        _, node = _definition(Parser(tokens).parse())
+        _, node = _definition(Parser(tokens).items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         return _key(node)
@@ -72,23 +72,11 @@ def _key(node: tuple) -> str:
     if kind in ("set", r"\cup"):
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
-    if kind == r"\setminus" and parts[0][0] == "group" and parts[1][0] == "set" and len(parts[1]) == 2:
-        return _key(("relation", (r"\ne",), ("symbol", "x"), parts[1][1]))
-    if kind == "*" and _kinds(node).count("matrix") == 1:
-        return _key(_scaled(parts))
     if kind == "word":
         return "word " + " ".join(map(_lower, parts[0].split()))
-    if kind in ("matrix", "{cases}", "row", "ratio"):
+    if kind in ("matrix", "row", "ratio"):
         return f"{kind}({'; '.join(map(_key, parts))})"
     return _keys_of(values_of(node), node)
-
-
-def _scaled(factors: list[tuple]) -> tuple:
-    """A matrix times numbers as a matrix."""
-    rows, (matrix,) = [], [factor for factor in factors if factor[0] == "matrix"]
-    for row in matrix[1:]:
-        rows.append(("row", *(("*", *(cell if x is matrix else x for x in factors)) for cell in row[1:])))
-    return ("matrix", *rows)
 
 
 # ------------------------------------------- names and what they are --------------------------------------
@@ -107,7 +95,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     closed = not names_in(value)
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
         return "", value if len({*map(_key, sides)}) == 1 else node
-    multiples = [side for side in between if {*_kinds(side)} <= {"symbol", "number"} and names_in(side)]  # x=2y=3z
+    multiples = [side for side in between if names_in(side) and _is_multiple(side)]  # x=2y=3z
     if not _is_name(name, value) or multiples or not closed and (
             _constrains(name, value) or len({*map(_key, sides[1:])}) > 1):
         return "", node
@@ -124,17 +112,17 @@ def _is_name(node: tuple, value: tuple) -> bool:
     if kind in FUNCTIONS:
         return not names_in(value) and bool(re.fullmatch(r"-?\d+(/\d+)?", _key(value)))
     said = [part for part in walk(node) if part[0] in ("symbol", "word")]
-    return kind in ("symbol", "call") or kind in ("abs", "word", "*") and all(part[1][0].isupper() for part in said) and (
-        kind == "abs" or "word" in [part[0] for part in said])
+    return kind in ("symbol", "call") or all(part[1][0].isupper() for part in said) and (
+        kind == "abs" or any(part[0] == "word" for part in said))
 
 
-def _kinds(node: tuple) -> list[str]:
-    """The kinds of its factors."""
-    return [part[0] for part in (node[1:] if node[0] == "*" else [node])]
+def _is_multiple(node: tuple) -> bool:
+    """Whether it is a product of numbers and symbols."""
+    return all(part[0] in ("symbol", "number") for part in (node[1:] if node[0] == "*" else [node]))
 
 
 def _constrains(name: tuple, value: tuple) -> bool:
-    """Whether it is an equation (y' = y, a_{n+1} = 2a_n, f(x+1) = x^2, AB = AC) and says not what a name is."""
+    """Whether it is an equation and no definition: y' = y, a_{n+1} = 2a_n, f(x+1) = x^2, AB = AC."""
     if name[0] not in ("symbol", "call"):
         return False
     if any(part[0] not in ("symbol", "number") for part in name[2:]) or re.search(r"_.*[-+]|'", name[1]):
@@ -148,7 +136,7 @@ def _constrains(name: tuple, value: tuple) -> bool:
 
 
 def _list_key(kind: str, items: list[tuple]) -> str:
-    """Names are kept if there are several: x=1, y=2. "or" is a union of inequalities, and of several names."""
+    """Names are kept if there are several: x=1, y=2. "or" is a union of inequalities, or of several names."""
     named = [_definition(item) for item in items]
     names = {re.sub(r"_\d+(?=')", "", name) for name, _ in named}
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x_1=1, x_2=2; n=1, 2, 3
@@ -197,14 +185,14 @@ def _relation_key(node: tuple) -> str:
     if interval := _interval(value):
         return _interval_key(*interval)
     _, ops, *sides = value
-    if ops == ("=",) and not {part[0] for part in walk(value)} & {"group", "set", "list", "matrix", "ratio", "word"}:
+    if ops == ("=",) and not {part[0] for part in walk(value)} & {"group", "set", "list", "matrix", "ratio"}:
         return _equation_key(("+", sides[0], minus(sides[1])))
     return " ".join([*ops, *map(_key, sides)])
 
 
 # ------------------------------------------------------ formulas -------------------------------------------
 def _equation_key(difference: tuple) -> str:
-    """A line's key is that of ax + b, however it is written; other equations may be multiplied by a constant."""
+    """A line's key is that of ax + b, however it is written; other equations may have a constant factor."""
     if "y" in names_in(difference) and len(names_in(difference)) > 1:
         zero, one, two = [_with_y(difference, number(y)) for y in range(3)]
         slope = ("+", one, minus(zero))
@@ -228,5 +216,5 @@ def _keys_of(values: list, node: tuple) -> str:
     """The keys of values at all points; one if they are all the same: sin^2 x + cos^2 x is 1."""
     keys = [text_of(value) for value in values]
     if ("constant", "i") not in walk(node) and not all(" " in text for text in keys):
-        keys = ["not real" if " " in text else text for text in keys]  # \sqrt{1/n} is 1/\sqrt{n}, where it is real
+        keys = ["not real" if " " in text else text for text in keys]  # \sqrt{1/n} is 1/\sqrt n where real
     return keys[0] if len({*keys}) == 1 else "~" + " ".join(keys)

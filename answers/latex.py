@@ -9,8 +9,8 @@ import unicodedata
 _ALIASES = {  # a command: those that mean the same
     r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
     "<": "lt", ">": "gt", r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq",
-    "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge", r"\lor": "vee",
-    r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", r"\setminus": "backslash smallsetminus", r"\\": "cr",
+    "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", r"\\": "cr",
     r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", "i": "imath", "j": "jmath", r"\circ": "degree degrees", "'": "prime",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
@@ -30,26 +30,27 @@ _SIGNS = {
     "\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil ",
     "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark "}
 _SIGN = {ord(sign): command for signs, command in _SIGNS.items() for sign in signs}
-# "cm", "m/s", "kg m^2"; those that need no \text{}; words, one of them a plural or a known unit: "square feet"
-_SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft|yd"
-       r"|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)(?: ?\^ ?-?\d)?")
+# "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
+_SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
+       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)(?: ?\^ ?-?\d)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _WORDS = (
-    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more|fewer"
-    r"|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod|half|halves"
-    r"|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|if|when|where|for|am|pm)\b)[a-zA-Z ./-]*"
-    r"\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree|cent|dollar|hour"
-    r"|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point|way|sq|USD)\b"
-    r"[a-zA-Z ./-]*(?: ?\^ ?\d)?")
+    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
+    r"|fewer|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod"
+    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|if|when|where|for|am|pm)\b)"
+    r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
+    r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point|way"
+    r"|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
 _ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORDS})[ .]*| ?\\frac ?[a-zA-Z][^\\]*")
-_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?\d)?| {_WORDS}"
-                        rf"| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad)(?: ?\^ ?\d)?| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
+_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?\d)?"
+                        rf"| {_WORDS}| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad)(?: ?\^ ?\d)?"
+                        rf"| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
 _LEAD = re.compile(r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?|[A-Z][a-z]{2}[A-Za-z ]*(?: ?:| is)"
                    r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?")  # before a number
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _MAGNITUDES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _TEXT = r"(?:\\text\{|\\mathrm\{)?"
-_REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is easier to see in the text than in tokens
+_REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"\.\.\.", r"\\ldots "),
     (r"\\not ?=", r"\\ne "),
@@ -59,9 +60,11 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is easier 
     (r"\\?[$%]|[\"`]|\\[!>]|\\(?:left|right)\.|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
      r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\[hv]?(?:phantom|space)\{[^{}]*\}", ""),
     (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
-     lambda match: ", " if match[1] == match[2] == None else f"{match[1] or ''} "),
-    (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
-     r"=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
+     lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
+    (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
+     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
+    (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
+    (r"\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(=?)|(?<=\{array\})\{\w*\}", lambda match: match[1] or "&" * (match[1] is not None)),  # x &= 1
@@ -87,11 +90,11 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is easier 
     (rf"(?<=[\w}})\]]),? ?\(? ?{_TEXT} ?\(? ?(?:since|because|rounded)\b.*$", ""),
     (rf"\(?,? ?(?:\bor )?{_TEXT} ?(?:or )?\(?\b(?:approximately|approx\.?|about|roughly)\b.*$", ""),
     (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", ""),
-    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-\u9fff])+"
-     r" ?\}?$", ""),
+    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-"
+     r"\u9fff])+ ?\}?$", ""),
     # for any real c; where k is an integer; c\in\mathbb{R}
-    (rf",? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
-     rf"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
+    (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
+     r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
     (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
      r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[<>!]=|\s+|.", re.DOTALL)
@@ -134,7 +137,7 @@ def unescaped(text: str) -> str:
 
 
 def tokens_of(answer: str) -> list[Token]:
-    """The tokens of an answer without what says nothing: styles, remarks, words before a number, final points."""
+    """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
     text = to_ascii(unescaped(answer))
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text.strip())

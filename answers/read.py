@@ -118,8 +118,8 @@ def read_choice(text: str, choices: int) -> str | None:
 def gold_answers(value) -> list[str]:
     r"""The gold answer of a data file, of any type, as text: 142 -> ['142'], ['$2$', '3'] -> ['$2$', '3'].
 
-    A list, which may be written as text, holds the allowed answers (Minerva's do): any of them is right. None,
-    NaN, infinity, "N/A" and empty text are no answer. Of a solution what it ends with counts: its last
+    A list, which may be written as text, holds the allowed answers (Minerva's do): any of them is right.
+    None, NaN, infinity, "N/A" and empty text are no answer. Of a solution what it ends with counts: its last
     \boxed{}, or what follows #### (GSM8K)."""
     if isinstance(value, dict):  # DAPO's reward_model column
         value = value.get("ground_truth")

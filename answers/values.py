@@ -28,21 +28,23 @@ def names_in(node: tuple) -> set[str]:
 def values_of(node: tuple) -> list:
     """Its values at six points, or at 60 if something is rounded; the only one of a formula without names."""
     kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
-    rounded = not kinds.isdisjoint((r"\lfloor", r"\lceil"))
+    rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
     for point in range((60 if rounded else 6) if names else 1):
         where = {}
         for name in names:
-            where[name] = _whole(name, point, len(names)) if rounded else _coordinate(name, point, "abs" in kinds)
+            where[name] = _whole(name, point, len(names)) if rounded else _coordinate(name, point, absolute)
         values.append(_value(node, where))
-    if names and not all(isinstance(value, Fraction) for value in values) and min(map(abs, values)) > 1e20:
+    inexact = [value for value in values if not isinstance(value, Fraction)]
+    if names and inexact and min(map(abs, inexact)) > 1e20:
         raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
     return values
 
 
 def _whole(name: str, point: int, names: int) -> Fraction:
-    r"""Where something is rounded, n is an integer: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor. x, y, z, t are not."""
+    r"""An integer (not of x, y, z, t), if something is rounded: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
     seed, between = crc32(name.encode()), (0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0
-    return Fraction(1 + seed % 50 + point * (1 if names == 1 else (1, 7, 11, 13)[seed % 4])) + Fraction(between, 8)
+    whole = 1 + point if names == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
+    return whole + Fraction(between, 8)
 
 
 def _coordinate(name: str, point: int, absolute: bool):
@@ -116,7 +118,7 @@ def _compute(kind: str, values: list):
     if kind == "binom" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
         return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
     value = getattr(mp, _FUNCTIONS[kind])(*map(real, values))
-    return Fraction(int(value)) if kind in (r"\lfloor", r"\lceil") else value
+    return Fraction(int(mp.re(value))) if kind in (r"\lfloor", r"\lceil") and not mp.im(value) else value
 
 
 def text_of(value) -> str:

@@ -50,7 +50,7 @@ def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
 def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
     """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / "a.jsonl").write_bytes(content.encode())
-    assert questions_and_answers(tmp_path / "a.jsonl", exact=True) == [problem]
+    assert questions_and_answers(tmp_path / "a.jsonl") == [problem]
 
 
 BAD_FILES = {
@@ -108,7 +108,7 @@ TABS = TABLE.replace("m,a", "m\ta").replace('",', '"\t').replace("A,N", "A\tN")
     (".csv", TABLE), (".csv", "\ufeff" + TABLE.replace("\n", "\r\n")), (".tsv", TABS)])
 def test_fields_of_a_table_are_text(kind, text, tmp_path):
     (tmp_path / f"a{kind}").write_bytes(text.encode())
-    read = questions_and_answers(tmp_path / f"a{kind}", exact=True)
+    read = questions_and_answers(tmp_path / f"a{kind}")
     assert [(question.replace("\r", ""), answer) for question, answer in read] == [
         ('p, "q"\nr\u2028s', "007"), ("NA", None)]
 

@@ -48,8 +48,8 @@ from engine.metrics import mean
 @dataclass
 class Args(common.Args):
     rollout: Literal["etmr", "parallel"] = "etmr"
-    """etmr: entropy-fork tree majority rollout (3.2). parallel: TTRL's --votes separate responses. The default
-    has etmr and res together (ours): no table of the paper does."""
+    """etmr: entropy-fork tree majority rollout (3.2). parallel: TTRL's --votes separate responses. The
+    default has etmr and res together (ours): no table of the paper does."""
     trunks: common.Count = 12
     """M, trees per prompt (section 4)."""
     forks: common.CountOrZero = 2

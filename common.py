@@ -20,7 +20,7 @@ from engine import plan, startup  # first: engine sets what torch reads when it 
 import torch
 import tyro
 from tqdm import tqdm
-from engine.answers import answers_equal, equivalence_classes, extract_answer
+from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
 from engine.base import Request, UserError, stable_hash, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, model_folder  # "as": for scripts
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
@@ -129,11 +129,11 @@ class Args:
     max_prompt_tokens: Count = 1024
     """A longer prompt is not trained, and wrong in evaluation (ours; the released codes: 512 or 1024)."""
     weight_decay: NonNegative = 0.01
-    """AdamW's weight decay (the released codes; no paper gives one)."""
+    """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
     """Share of the steps with linear warm-up (the released codes), before a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
-    """Largest norm of an optimizer step's gradient (the released codes; no paper gives one)."""
+    """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
     """mixed (ours): responses at random, of all prompts. by_prompt: prompt after prompt (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
@@ -189,7 +189,7 @@ def start(args: Args, train: bool = True,
     if machine.plan:
         plan.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
-    sets, benchmarks = startup.read_data(args, tokenizer, train, exact=answer_keys is not None), {}
+    sets, benchmarks = startup.read_data(args, tokenizer, train), {}
     if machine.show_prompt:
         startup.print_prompts(tokenizer, sets, args.own_prompts(tokenizer))  # and exit
     for name, rows in sets.items():

@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import LETTERS, normal_golds
+from answers import LETTERS, gold_answers
 from engine.base import UserError, first_line, stable_hash
 from engine.ranks import print0
 
@@ -80,13 +80,13 @@ class Row(NamedTuple):
 
 
 def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, tokenizer, style: str,
-              max_tokens: int, exact: bool = False) -> list[Row]:
+              max_tokens: int) -> list[Row]:
     """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     train, rows = flag == "--dataset", []
     try:
-        for row in load_problems(name, *fields, exact):
+        for row in load_problems(name, *fields):
             ids = encode_prompt(tokenizer, row.question, style, max_tokens, row.before)
             rows.append(row._replace(prompt_ids=ids))
     except UserError as error:
@@ -101,12 +101,10 @@ def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, token
     return kept if train else rows
 
 
-def load_problems(name: str, question_field: str = "", answer_field: str = "",
-                  exact: bool = False) -> list[Row]:
+def load_problems(name: str, question_field: str = "", answer_field: str = "") -> list[Row]:
     """Problems, yet without prompts, of a benchmark's short name, a Hub id or a local file (FILES).
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
-    exact: gold answers stay as they are written, but for spaces around them.
     Problems with the same text are kept once. Raises UserError on an unknown name, a missing column, an
     empty or broken file."""
     rows, source = _read(name)
@@ -132,7 +130,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
             raise UserError(f"{where} has no column '{missing[0]}' (columns: {', '.join(row)}).")
         text, before = _turns(row[question], f"{where}: column '{question}'")
         text, gold, choices = _with_choices(text, row, row.get(answer), answer, where)
-        text, golds = text.strip(), normal_golds(gold, exact)
+        text, golds = text.strip(), gold_answers(gold)
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
         problems.setdefault((text, *before), Row(text, gold, len(problems), choices, before, [], also, row))
     known = sum(p.answer is not None for p in problems.values())

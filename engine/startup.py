@@ -83,13 +83,12 @@ def machine_errors(args) -> list[str]:
 
 
 # ------------------------------------------------ model and data --------------------------------------------
-def read_data(args, tokenizer, train: bool, exact: bool = False) -> dict[str, list[Row]]:
+def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
     """The problems of --dataset, under that name, and those of every benchmark. Raises UserError if any are
-    missing. exact: gold answers stay as they are written."""
+    missing."""
     machine, problems, sets = args.machine, [], {}
     fields = machine.question_field, machine.answer_field
-    read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens,
-                   exact=exact)
+    read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = read("--dataset", args.dataset, fields)
     for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:

@@ -339,14 +339,14 @@ def parse_resumed(tmp_path, monkeypatch):
 def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     """`--resume --out FOLDER` is enough; what is given beside it wins and is said."""
     args = parse_resumed("ttrl")
-    assert (args.votes, args.seed, args.lr, args.grad_clip, args.machine.resume) == (24, 1, 5e-4, 1.0, True)
+    assert (args.votes, args.seed, args.lr, args.grad_clip, args.machine.resume) == (24, 1, 2e-4, 1.0, True)
     capsys.readouterr()
     args = parse_resumed("ttrl", "--eval_samples", "7", "--lr=0.1", "--votes", "24")
     assert (args.votes, args.eval_samples, args.lr, args.machine.resume) == (24, 7, 0.1, True)
     printed = capsys.readouterr().out.splitlines()
     assert "Resuming with another --eval_samples: 7 (was 16)" in printed
     jump = "; the learning rate jumps to the new schedule"
-    assert f"Resuming with another --lr: 0.1 (was 0.0005){jump}" in printed
+    assert f"Resuming with another --lr: 0.1 (was 0.0002){jump}" in printed
 
 
 @pytest.mark.parametrize("script, flags, sentence", [

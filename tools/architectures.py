@@ -82,7 +82,6 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--lr 1e-2 --max_prompt_tokens 128 --max_new_tokens 48 --entropy_coef 0.1 --eval= "
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
-COLUMNS = ["hf", "--plain", "vLLM", "eager"]
 
 
 def make_model(kind: str, folder: Path) -> None:
@@ -153,7 +152,7 @@ def row_of(kind: str) -> dict[str, str]:
     command = [sys.executable, "-m", "tools.architectures", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.search(r"^ROW (.*)$", done.stdout, re.MULTILINE)
-    broken = dict.fromkeys(COLUMNS, f"TRACEBACK {done.stderr[-2000:]}")
+    broken = dict.fromkeys([*WAYS, "eager"], f"TRACEBACK {done.stderr[-2000:]}")
     return json.loads(found[1]) if found else broken
 
 

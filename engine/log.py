@@ -273,7 +273,9 @@ class Log:
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the policy that has made so many steps is still to be evaluated."""
-        due = step in (0, self.total_steps) or self.eval_every and step % self.eval_every == 0
+        due = step == self.total_steps or self.eval_every and step % self.eval_every == 0
+        if step == 0:
+            due = self.machine.eval_start
         return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:

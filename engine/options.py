@@ -64,6 +64,8 @@ class Machine:
     """GPUs that --plan plans for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
+    eval_start: bool = True
+    """Evaluate the initial model."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False

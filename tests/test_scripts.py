@@ -591,7 +591,8 @@ EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)
 
 
 @pytest.mark.parametrize("flags, expected", [
-    (dict(eval_every=0), [0, 3]), (dict(eval_every=2), [0, 2, 3]), (dict(eval=""), [])])
+    (dict(eval_every=0), [0, 3]), (dict(eval_every=2), [0, 2, 3]), (dict(eval=""), []),
+    (dict(eval_every=2, eval_start=False), [2, 3])])
 def test_when_it_is_evaluated(flags, expected, watch):
     """At the start, every so many steps, and at the end; 'train' are the training problems."""
     seen = watch("ttrl", **EVALUATED | dict(steps=3) | flags)

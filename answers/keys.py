@@ -46,6 +46,8 @@ def key(answer: str) -> str:
         return answer
     tokens = tokens_of(answer)
     try:
+        if re.search(r"[A-Z]_\{?\d\}?[A-Z]{2}", "".join(tokens)):  # chemistry: NH_4OCN
+            raise NotMath
         _, node = _definition(Parser(tokens).items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing

@@ -307,7 +307,7 @@ class Parser:
 
     def group(self, opening: str) -> tuple:
         r"""(5), a point, an interval ([1, 2), ]1, 2[), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
-        bars, self.bars = self.bars, opening == r"\{"
+        start, bars, self.bars = self.at, self.bars, opening == r"\{"
         node = self.items("[", "]") if opening == "]" else self.items(")", "]", "[", "|", ":", r"\}")
         closing, several = self.take(")", "]", "[", r"\}"), node[0] in ("list", "or")
         parts = node[1:] if node[0] == "list" else [node]
@@ -318,7 +318,8 @@ class Parser:
             node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
         elif not closing:
             raise NotMath
-        elif node[0] != "matrix" and (several or opening + closing != "()"):
+        elif node[0] != "matrix" and (several or opening + closing != "()" and not (
+                opening + closing == "[]" and "(" in self.tokens[start:self.at])):  # [(x+1)x]
             node = ("group", "(" if opening in "(]" else "[", ")" if closing in ")[" else "]", *parts)
         self.bars = bars
         if not node:

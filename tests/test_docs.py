@@ -214,7 +214,7 @@ def test_metrics_page_names_what_is_logged(logged):
             first, *others = re.findall(r"`([^`]+)`", cells[0])
             prefix = "eval/NAME/" if first.startswith("eval/NAME/") else ""
             documented |= {general(first), *(general(prefix + other) for other in others)}
-    assert documented - logged == {"peak_memory_gib"}  # on a GPU
+    assert documented - logged == {"peak_memory_gib", "flip_rate"}  # on a GPU; of problems seen again
     assert logged - documented == set()
 
 

@@ -146,7 +146,7 @@ def initial_reward(seen, group):
 
 
 def coin_reward(seen, group):
-    """Of seed 1, step 1 and the problem's id: tossed once, and written down."""
+    """The coins of seed 1, step 1 and the problem's id, tossed once and written down."""
     coins = ["01111011", "00011000", "10000101", "00100111", "10010111"]
     return list(map(float, coins[group.prompt.id]))
 

@@ -110,19 +110,21 @@ def rows_of(folders: dict[str, list[Path]]) -> dict[str, list[dict[str, float]]]
     return rows
 
 
-def cell(values: list[float]) -> str:
+def cell(seeds: list[dict[str, float]], column: str) -> str:
     """Mean over the seeds and, of more than one, the standard deviation."""
+    values = [row[column] for row in seeds if column in row]
     spread = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}" if values else ""
 
 
 def table(rows: dict[str, list[dict[str, float]]]) -> str:
     """Markdown of {name: {metric: value} of each seed}."""
-    columns = [column for column in COLUMNS if any(column in row for seeds in rows.values() for row in seeds)]
+    given = set().union(*(row for seeds in rows.values() for row in seeds))
+    columns = [column for column in COLUMNS if column in given]
     lines = [f"| | {' | '.join(columns)} |".replace("eval/", ""), "|---" * (len(columns) + 1) + "|"]
     for name, seeds in rows.items():
-        values = [[row[column] for row in seeds if column in row] for column in columns]
-        lines.append(f"| {name} | {' | '.join(map(cell, values))} |")
+        cells = [cell(seeds, column) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

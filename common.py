@@ -22,7 +22,7 @@ from engine import startup  # first: engine sets what torch reads when it is loa
 import torch
 import tyro
 from tqdm import tqdm
-from engine.answers import answers_equal, equivalence_classes, extract_answer
+from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
 from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
 from engine.base import share_of_rank, write_atomically
 from engine.log import read_jsonl
@@ -48,7 +48,7 @@ class Problem:
     row: dict = field(default_factory=dict, repr=False)
     """The whole row of the data set, for methods that need its other columns."""
     answer_keys: Callable[[list[str]], list] | None = field(default=None, repr=False)
-    """n answers -> n keys, equal for equal answers (text, numbers); None: equality of engine/answers.py."""
+    """n answers -> n keys, equal for equal answers (text, numbers); None: equality of answers/."""
 
     def classes(self, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
@@ -138,11 +138,11 @@ class Args:
     max_prompt_tokens: Count = 1024
     """A longer prompt is not trained, and wrong in evaluation (ours; the released codes: 512 or 1024)."""
     weight_decay: NonNegative = 0.01
-    """AdamW's weight decay (the released codes; no paper gives one)."""
+    """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
     """Share of the steps with linear warm-up (the released codes), before a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
-    """Largest norm of an optimizer step's gradient (the released codes; no paper gives one)."""
+    """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
     """mixed (ours): responses at random, of all prompts. by_prompt: prompt after prompt (EVOL-RL Table 3)."""
     clip_low: Share = 0.2

@@ -228,7 +228,7 @@ def question_advantages(r_q: torch.Tensor, r_dq: torch.Tensor, r_da: torch.Tenso
 
 
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
+    """1 for the most frequent answer class, else 0; [N] float. TTRL Eq. 3, ETTRL Eq. 7, Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 

@@ -48,7 +48,8 @@ from engine.metrics import mean
 @dataclass
 class Args(common.Args):
     rollout: Literal["etmr", "parallel"] = "etmr"
-    """etmr: entropy-fork tree majority rollout (section 3.2). parallel: TTRL's --votes separate responses."""
+    """etmr: entropy-fork tree majority rollout (3.2). parallel: TTRL's --votes separate responses. The
+    default has etmr and res together (ours): no table of the paper does."""
     trunks: common.Count = 12
     """M, trees per prompt (section 4)."""
     forks: common.CountOrZero = 2
@@ -80,7 +81,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
+    """1 for the most frequent answer class, else 0; [N] float. TTRL Eq. 3, ETTRL Eq. 7, Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 

@@ -7,8 +7,8 @@
 
     python evaluate.py --model runs/NAME/checkpoints/step_00000020 --benchmarks math500 --preset ttrl
 
-A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limits and prompt. Answers are
-always graded by this project's rule, not the paper's. A flag given beside a preset wins over it.
+A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limits and prompt, not its
+grader. A flag given beside a preset wins over it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.answers import compared_as_text
-from engine.base import UserError, all_gather, rank_and_ranks, say, write_atomically
+from engine.base import UserError, rank_and_ranks, say, write_atomically
 from engine.builtin import SMOLLM2
-from engine.formulas import given_up
 from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
 from engine.options import out_of_range, with_values
@@ -82,6 +80,9 @@ class Args:
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer; empty: found likewise."""
+    grader: Literal["answers", "math_verify"] = "answers"
+    """What is right: answers that equal gold by answers/; or, to compare with published numbers, what
+    Math-Verify finds in the response's text (docs/readings.md). Votes of maj@k are counted by answers/."""
     seed: common.CountOrZero = 1
     """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] | None = None
@@ -123,7 +124,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
-    results, warnings, everything, model = {}, [], [], args.model or "the toy"
+    results, warnings, model = {}, [], args.model or "the toy"
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     say(f"Evaluating {model} ...")
@@ -133,18 +134,13 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         check_sampler(run, args.model)
     for name, problems in run.benchmarks.items():
         graded = common.evaluate_benchmark(run, name, problems)
+        if args.grader == "math_verify":
+            graded = [math_verify_grades(p, *row) for p, row in zip(problems, graded, strict=True)]
         results[name] = summary([verdicts for verdicts, _ in graded])
-        everything += [response for _, group in graded for response in group]
         if few := few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
-    answers = {response.answer for response in everything} - {None}
-    if as_text := sorted(filter(compared_as_text, answers)):
-        warnings.append(f"Warning: {len(as_text)} different answers could not be parsed and were compared as "
-                        f"text, among them {', '.join(map(repr, as_text[:5]))}.")
-    if late := len(set().union(*all_gather(given_up))):
-        warnings.append(f"Warning: {late} formulas took more than a second each; they were compared as text.")
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
@@ -192,6 +188,17 @@ def weights_in(checkpoint: str, device, dtype):
             weight = {name: torch.empty(stored[name].size)}
             dcp.load(weight, storage_reader=HuggingFaceStorageReader(checkpoint), no_dist=True)
             yield name, weight[name].to(device, dtype)
+
+
+def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, list]:
+    """(verdicts, responses): right is what Math-Verify finds in the response's text, whatever its box holds.
+
+    Its rule is no equality (it is not symmetric), so a class of answers is as right as its first response."""
+    from math_verify import parse, verify  # only this needs it
+    golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
+    correct = [any(verify(gold, parse(response.text)) for gold in golds) for response in responses]
+    first = {c: correct[verdicts["classes"].index(c)] for c in set(verdicts["classes"]) - {None}}
+    return verdicts | dict(correct=correct, right={c for c in first if first[c]}), responses
 
 
 def save_generations(log, name: str, problems: list, graded: list) -> None:

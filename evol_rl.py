@@ -85,7 +85,7 @@ class Args(common.Args):
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
-    """1 for responses in the most frequent answer class, else 0; [N] float. TTRL Eq. 3; Dynamic RL Eq. 6.
+    """1 for the most frequent answer class, else 0; [N] float. TTRL Eq. 3, ETTRL Eq. 7, Dynamic RL Eq. 6.
 
     None (no answer) never votes and gets 0; a tie goes to the class seen first.
 

@@ -80,8 +80,8 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     end NAME: in the last evaluation; last NAME: mean of the last five steps; mean NAME: of all steps; with
     start, the first evaluation or step. sharpening: mean gain in pass@1 of the training problems whose
     majority was right at the start, less that of the others. corrupted less learned: shares of the training
-    problems (`fates`). flips before labels: steps from the first epoch whose flip rate is at most half
-    of the first one's to the first whose labels are right .05 less often (if none is, to the end)."""
+    problems (`fates`). flips before labels: steps from the epoch whose flip rate is half of its first epoch's
+    to the one whose labels are right .05 less often than in theirs (if there is none, to the end)."""
     kind, _, name = metric.partition(" ")
     if kind == "sharpening":
         first, *_, last = [r for r in read_jsonl(folder / "evaluations.jsonl") if r["benchmark"] == "toy"]
@@ -93,20 +93,21 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
         return found["corrupted"] - found["learned"]
     lines = plot.read_metrics(folder)
     if kind == "flips":
-        flips, labels = (epochs(lines, name) for name in ("flip_rate", "label_accuracy"))
-        first = next((i for i, rate in enumerate(flips) if rate <= flips[0] / 2), len(flips))
-        second = next((i for i, rate in enumerate(labels) if rate < labels[0] - .05), len(labels))
-        return float(second - first)
+        halved = epoch_when(lines, "flip_rate", lambda now, first: now <= first / 2)
+        return float(epoch_when(lines, "label_accuracy", lambda now, first: now < first - .05) - halved)
     series = [line[name] for line in lines if name in line]
     if start:
         return series[0]
     return dict(end=series[-1], last=fmean(series[-5:]), mean=fmean(series))[kind]
 
 
-def epochs(lines: list[dict], name: str, size: int = 8) -> list[float]:
-    """Means of a metric over each 8 steps in a row, one epoch of the toy."""
-    series = [line.get(name, 1.0) for line in lines if "loss" in line]
-    return [fmean(series[i:i + size]) for i in range(len(series) - size + 1)]
+def epoch_when(lines: list[dict], name: str, holds, size: int = 8) -> int:
+    """The last of the first 8 steps in a row (an epoch of the toy) of which holds(their mean of a metric,
+    that of its first 8 steps); one after the last step if there are none."""
+    series = [(line["step"], line[name]) for line in lines if name in line]
+    means = [fmean(x for _, x in series[i:i + size]) for i in range(len(series) - size + 1)]
+    found = [series[i + size - 1][0] for i, mean in enumerate(means) if holds(mean, means[0])]
+    return found[0] if found else lines[-1]["step"] + 1
 
 
 def folder_of(claim: Claim, arm: str, seed: int) -> Path:
@@ -124,7 +125,7 @@ def jobs_of(claim: Claim) -> dict[Path, list[str]]:
 
 
 def values_of(claim: Claim, arm: str, seeds, metric: str) -> list[float]:
-    """One arm's values of a metric; "start" and "start NAME" read the first arm's runs, a number is itself."""
+    """One arm's values of a metric; "start", "start NAME": of the first arm's runs; a number is itself."""
     start, _, name = arm.partition(" ")
     if start != "start" and ".py" not in arm:
         return [float(arm)] * len(seeds)
@@ -184,7 +185,7 @@ def digest(claim: Claim) -> str:
 
 
 def read_results() -> dict[str, dict]:
-    """{id: {record, and a result for each metric}}. Raises UserError if a record has changed since its results."""
+    """{id: {record, and a result for each metric}}. Raises UserError if a record has changed since."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
@@ -311,11 +312,13 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
 def page_rows() -> dict[str, dict]:
     """Every claim's record and, as far as it has run, what came out: verdict, and results by metric."""
     found, rows = read_results(), {}
-    parts = {claim.id: {k: v for k, v in found.get(claim.id, {}).items() if k != "record"} for claim in CLAIMS}
     # of a claim with two metrics the larger p: it is shown if both are
-    adjusted = holm({name: max(r["p"] for r in results.values()) for name, results in parts.items() if results})
+    ps = {}
+    for name, results in found.items():
+        ps[name] = max(result["p"] for metric, result in results.items() if metric != "record")
+    adjusted = holm(ps)
     for claim in CLAIMS:
-        results = parts[claim.id]
+        results = {metric: result for metric, result in found.get(claim.id, {}).items() if metric != "record"}
         verdicts = {result["verdict"] for result in results.values()} or {"not run yet"}
         verdict = verdicts.pop() if len(verdicts) == 1 else "mixed"
         if claim.lacks or not claim.regime:
@@ -350,7 +353,7 @@ def main() -> None:
     if options.n < 16:
         parser.error(f"--n is {options.n}, but must be at least 16, the votes that are judged.")
     every = "all" in options.what
-    chosen = [claim for claim in CLAIMS if claim.id in options.what or every]
+    chosen = [claim for claim in CLAIMS if claim.id in options.what or every and claim.regime != "REAL"]
     try:
         for row in page_rows().values() if "list" in options.what else []:
             claim = row["claim"]

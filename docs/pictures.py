@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from engine.answers import equivalence_classes
+from answers import classes as equivalence_classes
 import torch
 import dynamic_rl
 import ettrl

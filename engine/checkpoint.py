@@ -138,8 +138,7 @@ def restore(run, optimizer) -> int:
         say(f"All {run.total_steps} steps are done; a larger --steps continues.")
     else:
         say(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
-            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on. A time "
-            "estimate follows after the first one.")
+            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
     return done
 
 

@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.answers import LETTERS, normal_golds
+from answers import LETTERS, gold_answers
 from engine.base import UserError, first_line, say, seed_of
 
 
@@ -67,12 +67,10 @@ ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "gro
 
 
 # ------------------------------------------------ problems ------------------------------------------------
-def load_problems(make: Callable, name: str, question_field: str = "", answer_field: str = "",
-                  exact: bool = False) -> list:
+def load_problems(make: Callable, name: str, question_field: str = "", answer_field: str = "") -> list:
     """Problems of a benchmark's short name, a Hub id or a local file (FILES). make: common.Problem.
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
-    exact: gold answers stay as they are written, but for spaces around them.
     Problems with the same text are kept once. Raises UserError on an unknown name, a missing column, an
     empty or broken file."""
     rows, source = _read(name)
@@ -98,7 +96,7 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
             raise UserError(f"{where} has no column '{missing[0]}' (columns: {', '.join(row)}).")
         text, before = _turns(row[question], f"{where}: column '{question}'")
         text, gold, choices = _with_choices(text, row, row.get(answer), answer, where)
-        text, golds = text.strip(), normal_golds(gold, exact)
+        text, golds = text.strip(), gold_answers(gold)
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
         problem = make(text, gold, len(problems), choices, before=before, also_right=also, row=row)
         problems.setdefault((text, *before), problem)

@@ -31,10 +31,10 @@ def few_answers(responses: list) -> str:
         return ""
     answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
     return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
-            f"and {cut_off:.0%} were cut off. Does --prompt bring this model to give one (--show_prompt; small "
-            "models need worked examples, as in examples/prompts/few_shot.txt)? Is --max_new_tokens too small "
-            "(templates may turn thinking off: --template_vars), or do responses go on after the answer, with "
-            f"none of the stop ids that were printed at the start? One ends: {examples[0].text[-200:]!r}")
+            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small ones need "
+            "worked examples, as in examples/prompts/few_shot.txt. Responses are cut off if --max_new_tokens "
+            "is too small (templates can turn thinking off: --template_vars), or if they go on after the "
+            f"answer, with none of the stop ids printed at the start. One ends: {examples[0].text[-200:]!r}")
 
 
 # ------------------------------------------------ evaluation ------------------------------------------------

@@ -105,13 +105,13 @@ def read_config(path: str, args):
     return config
 
 
-def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = False) -> list:
+def read_problems(make, name: str, args, tokenizer, flag: str) -> list:
     """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     fields = () if flag == "--eval" else (args.machine.question_field, args.machine.answer_field)
     try:
-        problems = load_problems(make, name, *fields, exact=exact)
+        problems = load_problems(make, name, *fields)
         for p in problems:
             p.prompt_ids = encode_prompt(tokenizer, p.question, args.prompt, args.max_prompt_tokens, p.before)
     except UserError as error:
@@ -127,17 +127,17 @@ def read_problems(make, name: str, args, tokenizer, flag: str, exact: bool = Fal
     return kept if train else problems
 
 
-def read_data(make, args, tokenizer, train: bool, exact: bool = False) -> tuple[list, dict[str, list]]:
+def read_data(make, args, tokenizer, train: bool) -> tuple[list, dict[str, list]]:
     """(the problems of --dataset, those of every benchmark by name). Raises UserError if any are missing.
 
-    make, exact: see `load_problems`."""
+    make: see `load_problems`."""
     problems, benchmarks = [], {}
     if train and args.dataset:
-        problems = read_problems(make, args.dataset, args, tokenizer, "--dataset", exact)
+        problems = read_problems(make, args.dataset, args, tokenizer, "--dataset")
     flag = "--eval" if train else "--benchmarks"
     for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:
         if name != "train":
-            benchmarks[name] = read_problems(make, name, args, tokenizer, flag, exact)
+            benchmarks[name] = read_problems(make, name, args, tokenizer, flag)
         elif problems:
             benchmarks[name] = problems
         else:
@@ -234,7 +234,7 @@ def start(args, make, train: bool = True, answer_keys=None, read_answer=None, ge
         plan.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args)
     make = partial(make, answer_keys=answer_keys)
-    problems, benchmarks = read_data(make, args, tokenizer, train, exact=answer_keys is not None)
+    problems, benchmarks = read_data(make, args, tokenizer, train)
     if machine.show_prompt:
         print_prompts(args, tokenizer, problems, benchmarks)
     total_steps = count_steps(args, problems, tokenizer) if train else 0

@@ -9,7 +9,7 @@ from conftest import fresh_state, run_toy
 
 import common
 from engine import builtin
-from engine.answers import equivalence_classes
+from answers import classes as equivalence_classes
 from engine.base import UserError
 import dynamic_rl
 from dynamic_rl import Args, answer_diversity, find_question, judge_question, keep_question

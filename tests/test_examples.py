@@ -204,14 +204,6 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
-def test_random_rewards_know_nothing_of_the_answers(watch):
-    """Whatever is answered, here nothing but right answers, the coins are those written down."""
-    answers = dict.fromkeys(range(5), "g")
-    seen = watch("random_reward", answers=answers)
-    assert [group.rewards for group in seen.groups] == [coin_reward(seen, group) for group in seen.groups]
-    assert seen.metrics[-1]["label_coverage"] == 0 and "label_accuracy" not in seen.metrics[-1]
-
-
 def test_srt_trains_the_easy_problems(watch):
     """Most initial votes: 8 of problem 3, 6 of problem 1 (INITIAL_VOTES). Two epochs of one batch."""
     seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)

@@ -128,4 +128,4 @@ def test_an_evaluation_without_answers_says_why(tmp_path, launch):
     code, printed, _ = launch("evaluate", benchmarks="toy_test", samples=1, max_new_tokens=2,
                               out=tmp_path / "run")
     assert code == 0 and "Warning: toy_test: 0% of the responses have an answer (in " in printed
-    assert "100% were cut off. Does --prompt bring this model to give one" in printed
+    assert "100% were cut off. --show_prompt shows what the model is asked" in printed

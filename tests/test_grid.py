@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import read_lines, run_toy, untimed
+from conftest import read_lines, run_toy
 
 import common
 import ttrl
@@ -37,7 +37,7 @@ def brief(step, counts, label="wrong", **more):
     n = sum(votes for _, votes in counts)
     line = dict(step=step, problem="What is 3 + 4?", answer="7", n=n, counts=counts, share=counts[0][1] / n)
     right = label == "right"
-    return line | dict(right=right, gold=0 if right else None, label=label, trained=2) | more
+    return line | dict(right=right, gold=0 if right else None, label=label, trained=2, flipped=None) | more
 
 
 def write_run(folder, **files):
@@ -60,7 +60,8 @@ def two_votes(folder, answer="8"):
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
-    def record(problem=common.Problem("p", "7.0"), answers=answers, **more):
+    def record(gold="7.0", also=(), answers=answers, **more):
+        problem = common.Problem("p", gold, also_right=list(also))
         responses = [common.Rollout([], [], torch.zeros(0), True, answer=answer) for answer in answers]
         group = dict(prompt=problem, responses=responses, classes=[0, 1, 1, None, 2, 1], trained={0, 1},
                      label={0: 0.4, 1: 0.6}, verdicts=grade(problem, responses), flipped=None)
@@ -71,9 +72,9 @@ def test_a_vote_in_short_is_that_of_its_answers():
     assert (found["n"], found["share"], found["right"], found["label"]) == (6, 0.5, False, "wrong")
     assert (found["trained"], found["majority"], found["flipped"]) == (2, "8.0", None)
     assert record(label={0: 0.6, 1: 0.4})["label"] == "right" and record(label={})["label"] == "none"
-    other = record(common.Problem("p", "1", also_right=["8"]))
+    other = record("1", also=["8"])
     assert (other["label"], other["right"], other["gold"]) == ("right", True, 0)
-    unknown = record(common.Problem("p"))
+    unknown = record(None)
     assert (unknown["label"], unknown["right"], unknown["gold"]) == ("given", None, None)
     nobody = record(answers=[None, None], classes=[None, None], label={})
     assert (nobody["counts"], nobody["share"], nobody["right"], nobody["majority"]) == ([], 0, False, None)
@@ -85,7 +86,7 @@ MAJORITIES = {"a": ("1/2", ["1/2", "0.5", "7", "7.0"]), "b": ("9", [None, None, 
 
 
 def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
-    """Equal answers do not flip, nor does none after none. A resumed run knows what was seen before it."""
+    """Equal answers do not flip, nor does none after none. Across --resume: test_ranks.py."""
     data, asked = tmp_path / "four.jsonl", Counter()
     data.write_text("".join(json.dumps(dict(problem=p, answer=a)) + "\n" for p, (a, _) in MAJORITIES.items()))
 
@@ -96,24 +97,13 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
         return agreed and ("0" if i < 2 else agreed)
 
     monkeypatch.setattr(common, "start", functools.partial(common.start, read_answer=answer))
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    options = dict(steps=4, dataset=str(data), checkpoint_every=2, max_new_tokens=4)
-    lines = run_toy(ttrl, whole, **options)
+    lines = run_toy(ttrl, tmp_path / "run", steps=4, dataset=str(data), max_new_tokens=4)
     # step 2: none; step 3: a, b and c of four; step 4: b and c
     assert [line.get("flip_rate") for line in lines] == [None, 0, 0.75, 0.5]
-    votes = read_lines(whole / "votes.jsonl")
-    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25)
-    known = [vote | dict(right=None) if vote["problem"] in "cd" else vote for vote in votes]
-    assert report.fates(known) == dict(learned=.5, kept=0, corrupted=.5, never=0)
-    assert report.fates(votes[:4]) == report.fates([vote | dict(right=None) for vote in votes]) == {}
-
-    shutil.copytree(whole, resumed)
-    for late in ("checkpoints/step_00000004", "final"):
-        shutil.rmtree(resumed / late)
-    asked.update(dict.fromkeys(MAJORITIES, -16))
-    run_toy(ttrl, resumed, **options, resume=True)
-    assert read_lines(resumed / "votes.jsonl") == votes
-    assert untimed(read_lines(resumed / "metrics.jsonl")) == untimed(read_lines(whole / "metrics.jsonl"))
+    votes, flips = read_lines(tmp_path / "run/votes.jsonl"), dict(flip_rate=5 / 12)
+    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25) | flips
+    without_gold = [vote | dict(right=None) for vote in votes]
+    assert report.fates(without_gold) == flips and report.fates(votes[:4]) == {}
 
 
 # -------------------------------------------------- the page -----------------------------------------------
@@ -136,6 +126,8 @@ def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     second = write_run(tmp_path / "second", samples=samples, votes=[
         brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
     data = report.page_data([first, second])
+    shares = dict(learned=1, kept=0, corrupted=0, never=0)
+    assert [run["fates"] for run in data["runs"]] == [shares, {}]
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
     assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
     assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
@@ -183,12 +175,6 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     assert "run, step 2: 3 responses" in page and "<pre>is 7</pre>" in page
 
 
-def test_two_runs_votes_stand_side_by_side(browse, tmp_path):
-    page = browse([two_votes(tmp_path / "a"), two_votes(tmp_path / "b", answer="<i>5")], "#1-0")
-    assert "a, step 1: 3 responses" in page and "b, step 1: 3 responses" in page
-    assert page.index("<b>8</b>") < page.index("<b>&lt;i&gt;5</b>")
-
-
 def test_the_list_of_responses_is_filtered(browse, tmp_path):
     rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0), response("eh", None, None)]
     run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1, None], {}) for step in (1, 2)])
@@ -205,7 +191,7 @@ def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
     run = write_run(tmp_path / "run", generations=said)
     (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
     page = browse([run], "", "choices[0].box.value = 'wrong'; filter();")
-    assert "1 of 2 responses" in page and "<td>0.5</td>" in page and 'compared as text: "?!".' in page
+    assert "1 of 2 responses" in page and "<td>0.5</td>" in page
     shown = page.partition('id="found"')[2].partition("<nav")[0]
     assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown
 

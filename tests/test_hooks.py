@@ -148,12 +148,11 @@ def test_classes_of_a_problem_by_hand():
     assert not Problem("p", answer_keys=exact).is_right("Paris")  # without a gold answer
 
 
-def test_gold_answers_of_another_task_stay_as_written(tmp_path):
+def test_gold_answers_stay_as_written(tmp_path):
     path = tmp_path / "cities.jsonl"
     path.write_text(json.dumps(dict(question="Capital of the US?", answer=" Washington, D.C. ", hint="east")))
-    problem, = load_problems(functools.partial(Problem, answer_keys=exact), str(path), exact=True)
+    problem, = load_problems(functools.partial(Problem, answer_keys=exact), str(path))
     assert problem.answer == "Washington, D.C." and problem.row["hint"] == "east"  # (d) the whole row
-    assert load_problems(Problem, str(path))[0].answer != "Washington, D.C."
 
 
 # ------------------------------------------- (e) the script's text -----------------------------

@@ -123,7 +123,10 @@ def pairs(tmp_path_factory):
     """Folder of the runs NAME-1 and NAME-2 of every script and of evaluate.py, on one and on two ranks, and
     of ttrl.py's runs whole, on one rank, and resumed, which goes on on two after its second step."""
     folder = tmp_path_factory.mktemp("pairs")
-    crossing = {1: job("ttrl", folder / "whole", *CROSSING), 2: job("ttrl", folder / "resumed", "--resume")}
+    four = folder / "four.jsonl"  # problems, so that each is seen again
+    four.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
+    first = job("ttrl", folder / "whole", *CROSSING, "--dataset", str(four))
+    crossing = {1: first, 2: job("ttrl", folder / "resumed", "--resume")}
     for ranks, micro_tokens in ((1, "3000"), (2, "500")):
         jobs = [crossing[ranks]]
         for script in SCRIPTS:
@@ -189,6 +192,7 @@ def test_resume_on_another_number_of_ranks(pairs, tmp_path):
     """1 rank -> 2 -> 1, against one uninterrupted run on one rank."""
     whole, run = pairs / "whole", tmp_path / "run"
     assert (pairs / "resumed/final").exists(), (pairs / "errors-2").read_text()[-3000:]
+    assert ["flip_rate" in line for line in metrics_of(whole)] == [False, False, True, True]
     copy_until(3, pairs / "resumed", run)
     args = json.loads((run / "run.json").read_text())["args"]
     run_toy(ttrl, **args | dict(resume=True, out=str(run)))

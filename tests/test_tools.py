@@ -44,19 +44,9 @@ def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
     folders = [make_run(tmp_path / f"a-seed{seed}", LINES) for seed in (1, 3)]
     assert list(plot.read_runs(folders)) == ["a"]
     _, axis = pyplot.subplots()
-    plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]), {})
+    plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]))
     assert axis.lines[0].get_xdata().tolist() == [1] and axis.lines[0].get_ydata().tolist() == [20.0]
     assert [line.get_ydata().tolist() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
-    pyplot.close()
-
-
-def test_pass_at_1_has_error_bars_where_one_seed_logs_them():
-    line = {"step": 2, "eval/toy/stderr": 0.125}
-    errors = plot.errors_of({"one": [[line]], "two": [[line], [line]]}, "eval/toy/pass@1")
-    assert errors == {"one": {2: 0.125}, "two": {}}
-    _, axis = pyplot.subplots()
-    plot.draw_panel(axis, "pass@1", {"one": [{2: 0.5, 3: 1.0}]}, plot.styles(["one"]), errors)
-    assert axis.collections[0].get_segments()[0].tolist() == [[2, 0.375], [2, 0.625]]
     pyplot.close()
 
 
@@ -82,23 +72,22 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_of_other_code_or_arguments_is_kept(repository):
+def test_a_run_of_other_code_or_arguments_is_refused(repository):
     run, command = repository / "out/run-seed1", ["good.py", "--steps", "5"]
-    assert compare.state_of(run, command) == "new"
+    assert not compare.is_finished(run, command)
     run.mkdir(parents=True)
     record = dict(command=["/x/good.py", "--steps", "5", "--out", str(run), "--resume"], code=GOOD)
     (run / "run.json").write_text(json.dumps(record))
-    assert compare.state_of(run, command) == "unfinished"
+    assert not compare.is_finished(run, command)
     (run / "final").mkdir()
-    assert compare.state_of(run, command) == "finished"
+    assert compare.is_finished(run, command)
     compare.run_all({run: command}, workers=1)
     assert not (run.parent / "logs").exists()  # it did not run again
-    assert compare.state_of(run, ["good.py", "--steps", "6"]) == "other"
+    with pytest.raises(UserError, match=f"^{run} holds a run of other code or arguments; "):
+        compare.run_all({run: ["good.py", "--steps", "6"]}, workers=1)
     (repository / "good.py").write_text(GOOD + "loss = 2")
-    assert compare.state_of(run, command) == "other"
-    compare.run_all({run: command}, workers=1)
-    assert (run / "final").exists() and not (run / "run.json").exists()
-    assert len(list(repository.glob("out/until-*/run-seed1/run.json"))) == 1
+    with pytest.raises(UserError, match="other code or arguments"):
+        compare.is_finished(run, command)
 
 
 def test_a_failed_run_is_named_and_ends_the_others(repository):
@@ -109,22 +98,18 @@ def test_a_failed_run_is_named_and_ends_the_others(repository):
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()
 
 
-def test_a_set_names_scripts_that_are_there():
-    for variants in compare.SETS.values():
-        for command in variants.values():
-            script = command.split()[0]
-            assert (ROOT / script).is_file() or (ROOT / "examples" / script).with_suffix(".diff").is_file()
-
-
-def test_table_is_the_last_evaluation_and_the_mean_of_the_last_ten_steps():
-    seeds = []
-    for rate in (0.5, 0.7):  # mean 0.6, deviation 0.1 sqrt(2) = 0.14; the last ten: 3 to 12, mean 7.5
-        lines = [dict(step=i, entropy=i, length=7) for i in range(1, 13)]
-        ends = [{"step": step, "eval/toy/pass@1": value} for step, value in ((0, rate / 2), (12, rate))]
-        seeds.append([ends[0], *lines, ends[1]])
-    assert compare.table({"a": seeds, "b": [[]]}).splitlines() == [
-        "| | toy/pass@1 | entropy |", "|---|---|---|", "| start | 0.30 +- 0.07 |  |",
-        "| a | 0.60 +- 0.14 | 7.50 +- 0.00 |", "| b |  |  |"]
+def test_table_has_the_start_the_last_evaluations_and_what_became_of_majorities(tmp_path):
+    folders = {"TTRL": [tmp_path / "TTRL-seed1", tmp_path / "TTRL-seed2"], "b": [tmp_path / "b-seed1"]}
+    for folder, rate in zip([*folders["TTRL"], *folders["b"]], (0.5, 0.7, 0.1)):
+        lines = [{"step": i, "eval/toy/pass@1": rate * i, "eval/toy/greedy": rate} for i in (1, 2)]
+        make_run(folder, list(map(json.dumps, [lines[0], dict(step=2, loss=0.1), lines[1]])))
+        votes = [dict(problem="a", right=None, flipped=flipped) for flipped in (None, True, rate > 0.6)]
+        (folder / "votes.jsonl").write_text("\n".join(map(json.dumps, votes)))
+    rows = compare.rows_of(folders)  # 0.5 and 0.7: mean 0.6, deviation 0.1 sqrt(2) = 0.14
+    assert compare.table(rows | {"worked": [{"eval/toy/greedy": 0.25}]}).splitlines() == [
+        "| | toy/greedy | toy/pass@1 | flip_rate |", "|---|---|---|---|",
+        "| start | 0.60 +- 0.14 | 0.60 +- 0.14 |  |", "| TTRL | 0.60 +- 0.14 | 1.20 +- 0.28 | 0.75 +- 0.35 |",
+        "| b | 0.10 | 0.20 | 0.50 |", "| worked | 0.25 |  |  |"]
 
 
 # ----------------------------------------------- gpu_smoke ------------------------------------------------

@@ -1,6 +1,5 @@
 """The toy: what its page and the demo promise, on the files as they are shipped."""
 
-import json
 import subprocess
 
 import pytest
@@ -14,7 +13,8 @@ from engine.metrics import mean
 
 def evaluated(folder, **settings) -> list[dict]:
     """The start model's results on the training and on the test problems."""
-    results = evaluate.main(evaluate.Args(benchmarks="toy,toy_test", preset="toy", out=str(folder), **settings))
+    args = evaluate.Args(benchmarks="toy,toy_test", preset="toy", out=str(folder), **settings)
+    results = evaluate.main(args)
     return [results["toy"], results["toy_test"]]
 
 

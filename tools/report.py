@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections import Counter
 from pathlib import Path
 
-from engine.answers import compared_as_text
 from engine.base import UserError
-from engine.log import has_evaluation, read_jsonl, read_metrics
+from engine.log import read_jsonl
 from tools import plot
 
 SHOWN_STEPS = 50
@@ -54,29 +52,20 @@ def vote_of(record: dict) -> dict:
 
 
 def fates(votes: list[dict]) -> dict[str, float]:
-    """Shares of a run's problems by their first and their last majority in training (arXiv:2605.19444):
-    learned (wrong, then right), kept (right, right), corrupted (right, then wrong) and never (wrong, wrong).
+    """What became of a run's majorities, from the lines of votes.jsonl; of problems seen more than once.
 
-    votes: lines of votes.jsonl. Problems without a gold answer, or seen once, do not count; {}: none does."""
-    names = {(False, True): "learned", (True, True): "kept", (True, False): "corrupted",
-             (False, False): "never"}
+    flip_rate: how often a vote's majority differs from the problem's last one. Of the problems with a gold
+    answer the shares, by their first and their last majority, that were learned (wrong, then right), kept
+    (right, right), corrupted (right, then wrong) and never right at either (arXiv:2605.19444)."""
+    names = {(0, 1): "learned", (1, 1): "kept", (1, 0): "corrupted", (0, 0): "never"}
     seen: dict[str, list[bool]] = {}
     for vote in votes:
         if vote["right"] is not None:
             seen.setdefault(vote["problem"], []).append(vote["right"])
     pairs = [(majorities[0], majorities[-1]) for majorities in seen.values() if len(majorities) > 1]
-    return {name: pairs.count(pair) / len(pairs) for pair, name in names.items() if pairs}
-
-
-def first_and_last(lines: list[dict]) -> dict[str, dict]:
-    """A run's first and last evaluation, as results.json has them: {"NAME, step N": {metric: value}}."""
-    found: dict[str, dict] = {}
-    evaluated = [line for line in lines if has_evaluation(line)]
-    for line in evaluated[:1] + evaluated[1:][-1:]:
-        for name, value in line.items():
-            if match := re.fullmatch("eval/(.+)/(.+)", name):
-                found.setdefault(f"{match[1]}, step {line['step']}", {})[match[2]] = value
-    return found
+    found = {name: pairs.count(pair) / len(pairs) for pair, name in names.items() if pairs}
+    flips = [vote["flipped"] for vote in votes if vote["flipped"] is not None]
+    return found | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
 
 
 def read_run(folder: Path, numbers: dict[str, int]) -> dict:
@@ -86,9 +75,8 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
     of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
     record = next(filter(Path.is_file, [folder / "results.json", folder / "run.json"]), None)
     about = json.loads(record.read_text(encoding="utf-8")) if record else {}
-    logged, args, votes, kept, others = read_jsonl(folder / "votes.jsonl"), about.get("args", {}), [], [], []
-    shares = fates(logged)
-    for line in logged:
+    args, votes, kept, others = about.get("args", {}), [], [], []
+    for line in read_jsonl(folder / "votes.jsonl"):
         number = numbers.setdefault(line["problem"], len(numbers))
         votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
     records = read_jsonl(folder / "samples.jsonl") + generations(folder)
@@ -100,14 +88,11 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
             kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
         elif line["step"] in shown:
             others.append(line)
-    answers = {entry["answer"] for vote in kept for entry in vote["classes"]} - {None}
-    as_text = sorted(filter(compared_as_text, answers))
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
-    results = about.get("results") or first_and_last(read_metrics(folder))
     return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                as_text=len(as_text), examples=as_text[:5], results=results, fates=shares, votes=votes,
-                kept=kept, others=others, evaluations=read_jsonl(folder / "evaluations.jsonl"))
+                results=about.get("results", {}), votes=votes, fates=fates(votes), kept=kept, others=others,
+                evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
 def generations(folder: Path) -> list[dict]:

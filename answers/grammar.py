@@ -1,0 +1,340 @@
+r"""Tokens -> a tree, by descent: items > statement > union > ratio > sum > product > power > primary.
+
+A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, ...).
+Kinds of formulas: number constant symbol call + * inverse ^ ! abs binom \lfloor \lceil and the functions.
+Others: list or relation \cup ratio group set matrix row word. What else there is is NotMath.
+"""
+
+import re
+from fractions import Fraction
+
+from answers.latex import Token, is_unit
+
+FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
+_OR = ("or", "ou", "oder", r"\lor")
+_SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
+_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *") ] } + - & : ^ _ ! ' . / to if when where".split(),
+              "for", "otherwise", *r"\} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end".split(),
+              *r"\over \choose \pmod".split())
+_MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
+_LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
+    nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
+    ldots""".split()]
+_DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
+INFINITY = ("constant", "oo")
+
+
+class NotMath(Exception):
+    """The grammar does not know it, or it is too large to compute: it is compared as text."""
+
+
+def number(value) -> tuple:
+    """The node of a number."""
+    return ("number", Fraction(value))
+
+
+def minus(node: tuple) -> tuple:
+    """The node of its negative."""
+    return ("*", number(-1), node)
+
+
+def joined(kind: str, nodes: list[tuple]) -> tuple:
+    """A node of this kind, or the only part that it would have."""
+    return nodes[0] if len(nodes) == 1 else (kind, *nodes)
+
+
+def walk(node: tuple):
+    """The node and all nodes in it."""
+    yield node
+    for part in node:
+        if isinstance(part, tuple) and part and isinstance(part[0], str):
+            yield from walk(part)
+
+
+class Parser:
+    """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
+
+    def __init__(self, tokens: list[Token]):
+        self.tokens, self.at = list(tokens), 0
+        self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
+        self.bars = self.degrees = False  # within |..|; within a function of an angle
+        self.depth = self.parsed = 0
+
+    def peek(self, ahead: int = 0) -> Token:
+        """The token at hand, or one near it; empty if there is none."""
+        return self.tokens[self.at + ahead] if 0 <= self.at + ahead < len(self.tokens) else Token("")
+
+    def take(self, *wanted: str) -> Token:
+        """The token at hand if it is one of these, and step on; else empty."""
+        found = self.peek() if self.peek() in wanted else Token("")
+        self.at += bool(found)
+        return found
+
+    def expect(self, *wanted: str) -> Token:
+        """The token at hand, which must be one of these; without arguments, any."""
+        if not (found := self.take(*wanted or [self.peek()])):
+            raise NotMath
+        return found
+
+    def match(self, pattern: str, step: bool = True) -> re.Match | None:
+        """What matches at the beginning of the next 16 tokens, joined without spaces; step over it."""
+        found, length = re.match(pattern, "".join(self.tokens[self.at:self.at + 16])), 0
+        while step and found and length < found.end():
+            length += len(self.expect())
+        return found
+
+    def items(self, *ends: str) -> tuple:
+        """Statements up to one of these tokens: ("list" or "or", ...), or the only one."""
+        nodes, either, joint = [], False, ","
+        while self.peek() not in ("", *ends):
+            if not joint:
+                raise NotMath
+            nodes, joint = nodes + self.item(), ""
+            while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
+                joint, either = sign, either or sign in _OR
+        return joined("or" if either else "list", nodes)
+
+    def item(self) -> list[tuple]:
+        r"""A statement; two of one with \pm, which is parsed twice."""
+        start, outer, self.signs = self.at, self.signs, 0
+        nodes = [self.statement()]
+        if self.signs > 1 or self.signs and self.sign < 0:
+            raise NotMath
+        if self.signs:
+            self.at, self.sign = start, -1
+            nodes.append(self.statement())
+            self.sign = 1
+        self.signs = outer
+        return nodes
+
+    def statement(self) -> tuple:
+        """Expressions with relations between them."""
+        sides, ops = [self.union()], []
+        while op := self.take(*_RELATIONS):
+            ops.append(op)
+            sides.append(self.union())
+        return ("relation", tuple(ops), *sides) if ops else sides[0]
+
+    def union(self) -> tuple:
+        r"""Sets: A \cup B \cup C."""
+        nodes = [self.ratio()]
+        while self.take(r"\cup"):
+            nodes.append(self.ratio())
+        return joined(r"\cup", nodes)
+
+    def ratio(self) -> tuple:
+        """2:3, 3 to 4."""
+        nodes = [self.sum()]
+        while not self.bars and self.take(":", "to"):
+            nodes.append(self.sum())
+        return joined("ratio", nodes)
+
+    def sum(self) -> tuple:
+        """Terms with signs."""
+        terms = []
+        while (op := self.take("+", "-", r"\pm", r"\mp")) or not terms:
+            self.signs += op in (r"\pm", r"\mp")
+            term = self.product()
+            terms.append(minus(term) if op in ("-", r"\mp" if self.sign > 0 else r"\pm") else term)
+        return joined("+", terms)
+
+    def product(self) -> tuple:
+        """Factors, with signs between them or without; a unit behind them is passed over."""
+        factors = [self.power()]
+        while not self.unit():
+            before, t = self.peek(-1), self.peek()
+            if op := self.take(r"\cdot", r"\times", "/"):
+                factor = minus(self.power()) if self.take("-") else self.power()
+                factors.append(("inverse", factor) if op == "/" else factor)
+            elif not self.starts_factor():
+                break
+            elif before == ")" and t.isdigit() and t.space and factors[-1][0] in ("number", "symbol"):
+                raise NotMath  # (1) 3 (2) 4
+            elif before.isdigit() and t.isdigit():  # 2 1/2; 2 3 is no number
+                half = ("*", number(self.expect()), ("inverse", number(self.expect("/") and self.expect())))
+                factors[-1] = ("+", factors[-1], half)
+            else:
+                factor = self.power()
+                mixed = before.isdigit() and t == r"\frac" and factor[1][0] == factor[2][1][0] == "number"
+                factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
+        return joined("*", factors)
+
+    def starts_factor(self) -> bool:
+        """Whether a factor follows, without a sign before it."""
+        t = self.peek()
+        opens = t == "[" and self.peek(1) in ("", r"\cup")  # ]1, 2[
+        return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
+
+    def unit(self) -> bool:
+        """Whether a unit follows up to the end of the statement; step over it."""
+        end, depth, before = self.at, 0, self.peek(-1)
+        while end < min(len(self.tokens), self.at + 20) and self.tokens[end] not in (
+                *_RELATIONS, *_SEPARATORS, "+", "&", "]", ":", r"\\", r"\end", r"\}", r"\cup"):
+            depth += (self.tokens[end] in "({") - (self.tokens[end] in ")}")
+            if depth < 0:
+                break
+            end += 1
+        found = is_unit(self.tokens[self.at:end], before[-1:].isdigit() or before in (")", "}", "]"))
+        self.at = end if found else self.at
+        return found
+
+    def power(self) -> tuple:
+        """A primary with factorial, degrees or an exponent."""
+        node = self.primary()
+        if self.take("!"):
+            node = ("!", node)
+        if self.match(r"\^\{\\circ\}[CF]?|\^?\\circ[CF]?"):
+            node = ("*", node, ("constant", "pi"), ("inverse", number(180))) if self.degrees else node
+        elif self.take("^"):
+            node = ("^", node, self.argument())
+        if self.peek() in ("^", "!"):
+            raise NotMath
+        return node
+
+    def argument(self) -> tuple:
+        r"""What follows ^, \frac or \sqrt: braces, a command, a digit (after ^ a number), a letter."""
+        after, t = self.peek(-1), self.peek()
+        if self.take("-", "+"):
+            return minus(self.primary()) if t == "-" else self.primary()
+        if t.isdigit() and after != "^" or t.isalpha() and not t.roman:  # \frac12, x^ab
+            self.tokens[self.at:self.at + 1] = map(Token, t)
+        return self.primary()
+
+    def primary(self) -> tuple:
+        """The smallest piece: a number, a symbol, something in brackets, a function with its argument."""
+        self.depth, self.parsed = self.depth + 1, self.parsed + 1
+        if self.depth > _DEEPEST or self.parsed > _MOST:
+            raise NotMath
+        t = self.expect()
+        name = t.removeprefix("\\")
+        if t[0].isdigit():
+            marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
+            if re.match(r"0\d", t) and self.peek(-2) == "-":  # a date
+                raise NotMath
+            node = self.symbol(t) if marked else number(t)
+        elif t in ("(", "[", "]", r"\{"):
+            node = self.group(t)
+        elif t == "{":
+            node = self.items("}", r"\over", r"\choose")
+            if op := self.take(r"\over", r"\choose"):
+                below = self.items("}")
+                node = ("*", node, ("inverse", below)) if op == r"\over" else ("binom", node, below)
+            self.expect("}")
+        elif t in ("|", r"\lfloor", r"\lceil"):
+            bars, self.bars = self.bars, t == "|"
+            node = ("abs" if t == "|" else t, self.sum())
+            self.bars = bars
+            self.expect({r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}.get(t, t))
+        elif t == r"\frac":
+            node = ("*", self.argument(), ("inverse", self.argument()))
+        elif t == r"\binom":
+            node = ("binom", self.argument(), self.argument())
+        elif name == "sqrt":
+            degree = self.items("]") if self.take("[") else number(2)
+            self.take("]")
+            radicand = self.primary() if self.peek().isdigit() else self.argument()  # \sqrt13
+            node = ("^", radicand, ("inverse", degree))
+        elif name in FUNCTIONS:
+            node = self.function(name)
+        elif t == r"\begin":
+            node = self.environment()
+        elif t in _MARKS and (marked := self.match(r"\{[^{}]*\}|\\?[a-zA-Z]+")):
+            node = self.symbol(f"{t} {marked[0].strip('{}')}")
+        elif t == r"\mathbb" and self.match(r"\{R\}|R"):
+            node = ("group", "(", ")", minus(INFINITY), INFINITY)
+        elif t in ("e", "i", "pi", r"\pi", r"\infty"):
+            node = INFINITY if t == r"\infty" else ("constant", name)
+        elif t == r"\emptyset":
+            node = ("set",)
+        elif t.isalpha():
+            node = self.letters(t)
+        elif t in _LETTERS:
+            node = self.symbol(t)
+        else:
+            raise NotMath
+        self.depth -= 1
+        return node
+
+    def letters(self, t: Token) -> tuple:
+        """A name (x, AB), a product of letters (xy), or words."""
+        truth = t.lower() in ("yes", "no", "true", "false", "none")
+        if not truth and (len(t) == 1 or t.isupper() and len(t) < 6):
+            return self.symbol(t)
+        if not truth and len(t) < 3 + (len(self.tokens) > 1) and not t.roman:
+            self.tokens[self.at - 1:self.at] = map(Token, t)
+            self.at -= 1
+            return self.primary()
+        words = [t]
+        while self.peek().isalpha() and len(self.peek()) > 1 and self.peek() not in _NO_FACTOR:
+            words.append(self.expect())
+        return ("word", " ".join(words))
+
+    def symbol(self, name: str) -> tuple:
+        """A symbol with its index and primes; one with arguments is a call."""
+        if self.take("_"):
+            index = self.match(r"\{\(?([^{}]*?)\)?\}|\\?[a-zA-Z]+|\d+") or self.expect("")
+            name += "_" + (index[1] or index[0])
+        if primes := self.match(r"'+|\^\{?'+\}?"):
+            name += "'" * primes[0].count("'")
+        if self.match(r"\^\{?\(", step=False):  # a derivative
+            raise NotMath
+        variable = r"(?:[a-zA-Z]|\\[a-zA-Z]+)"
+        inside = self.match(rf"\((0|{variable}(?:,{variable})*)\)(=?)", step=False)
+        known = "_" in name or name[0] in "uvpPQE"
+        called = inside and (known or inside[2] or "," in inside[1] or inside[1] == "0")
+        if not called and (self.peek() != "(" or name[0] not in "fghFGH"):
+            return ("symbol", name)
+        self.expect("(")
+        arguments = self.items(")")
+        self.expect(")")
+        return ("call", name, *(arguments[1:] if arguments[0] == "list" else [arguments]))
+
+    def function(self, name: str) -> tuple:
+        r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function."""
+        base = self.argument() if self.take("_") else number(10) if name == "lg" else None
+        power = self.argument() if self.take("^") else None
+        degrees, self.degrees = self.degrees, name[:3] in ("sin", "cos", "tan", "cot", "sec", "csc")
+        bracketed, factors = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|"), [self.power()]
+        while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
+                self.peek().removeprefix("\\") not in FUNCTIONS):
+            factors.append(self.power())
+        self.degrees = degrees
+        node = ("ln" if name in ("log", "lg") else name, joined("*", factors))
+        node = ("*", node, ("inverse", ("ln", base))) if base else node
+        return ("^", node, power) if power else node
+
+    def group(self, opening: str) -> tuple:
+        r"""(5), a point, an interval ([1, 2), ]1, 2[), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
+        bars, self.bars = self.bars, opening == r"\{"
+        node = self.items("[", "]") if opening == "]" else self.items(")", "]", "[", "|", ":", r"\}")
+        closing, several = self.take(")", "]", "[", r"\}"), node[0] in ("list", "or")
+        parts = node[1:] if node[0] == "list" else [node]
+        if opening == r"\{" and self.take("|", ":"):  # {x | x > 1}
+            self.bars, node = False, self.items(r"\}")
+            self.expect(r"\}")
+        elif opening == r"\{":
+            node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
+        elif not closing:
+            raise NotMath
+        elif node[0] != "matrix" and (several or opening + closing != "()"):
+            node = ("group", "(" if opening in "(]" else "[", ")" if closing in ")[" else "]", *parts)
+        self.bars = bars
+        if not node:
+            raise NotMath
+        return node
+
+    def environment(self) -> tuple:
+        """A matrix (also cases), or the equations of a system as a list."""
+        name, rows, row, t = self.match(r"\{\w+\}"), [], [], "&"
+        while t != r"\end":
+            row.append(self.items("&", r"\\", r"\end"))
+            t = self.expect("&", r"\\", r"\end")
+            if t != "&":
+                rows, row = rows + [("row", *row)] * (row != [("list",)]), []
+        if not name or not rows or self.match(r"\{\w+\}")[0] != name[0]:
+            raise NotMath
+        if all(len(row) == 2 and row[1][0] == "relation" for row in rows):
+            return ("list", *(row[1] for row in rows))
+        return ("matrix", *rows)

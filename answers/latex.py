@@ -1,0 +1,184 @@
+r"""An answer's text as tokens. Each table is applied once, and says which spellings mean the same.
+
+A token knows whether it stood in \text{} and whether a space is before it: units and words need no more.
+"""
+
+import re
+import unicodedata
+
+_ALIASES = {  # a command: those that mean the same
+    r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
+    "<": "lt", ">": "gt", r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq",
+    "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", r"\\": "cr",
+    r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
+    r"\hat": "widehat", "i": "imath", "j": "jmath", r"\circ": "degree degrees", "'": "prime",
+    "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
+        textstyle scriptstyle rm bf it sf tt tiny small large Large LARGE huge Huge boldsymbol bm pmb mathit
+        mathsf mathtt underline emph boxed fbox ensuremath checkmark blacksquare square qed therefore
+        Rightarrow implies""",
+    r"\text": "textbf textit textrm textnormal textsf texttt mathrm mathbf mbox hbox operatorname"}
+_ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
+_ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
+STYLES = "|".join(_ALIASES[""].split())
+_SIGNS = {
+    "\u2044\u00f7": "/", "\u2212\u2010\u2013": "-", "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
+    "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ", "\u3001": ",",
+    "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3002": ".",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
+    "\u201c\u201d": '"', "\u6216": r"\text{ or }", "\u548c\u4e14": r"\text{ and }", "\u2236": ":",
+    "\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil ",
+    "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark "}
+_SIGN = {ord(sign): command for signs, command in _SIGNS.items() for sign in signs}
+# "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
+_SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
+       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)(?: ?\^ ?-?\d)?")
+SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
+_WORDS = (
+    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
+    r"|fewer|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod"
+    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|if|when|where|for|am|pm)\b)"
+    r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
+    r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre|point|way"
+    r"|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
+_ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORDS})[ .]*| ?\\frac ?[a-zA-Z][^\\]*")
+_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?\d)?"
+                        rf"| {_WORDS}| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad)(?: ?\^ ?\d)?"
+                        rf"| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
+_LEAD = re.compile(r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?|[A-Z][a-z]{2}[A-Za-z ]*(?: ?:| is)"
+                   r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?")  # before a number
+_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_MAGNITUDES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
+_TEXT = r"(?:\\text\{|\\mathrm\{)?"
+_REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
+    (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
+    (r"\.\.\.", r"\\ldots "),
+    (r"\\not ?=", r"\\ne "),
+    (r"\\\\\[\w*\]", r"\\\\"),  # \\[3pt]
+    (r" ?,\s*\\!\s*(?=\d{3})|(?<=\d)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))|(?<=\d)'(?=\d{3})", ""),
+    (r"(?<!\\)\\[,;: ]|~", " "),
+    (r"\\?[$%]|[\"`]|\\[!>]|\\(?:left|right)\.|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
+     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\[hv]?(?:phantom|space)\{[^{}]*\}", ""),
+    (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
+     lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
+    (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
+     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
+    (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
+    (r"\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
+    (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
+    (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
+    (r",? ?& ?(=?)|(?<=\{array\})\{\w*\}", lambda match: match[1] or "&" * (match[1] is not None)),  # x &= 1
+    (rf" *\(?{_TEXT} *\(?(?:in )?base (\w+)\)?\}}?\)?$", r"_{\1}"),  # 52 (base 8)
+    (r"^\(([0-9A-F]+)\)_", r"\1_"),
+    (r"\(? ?\\?\b[bp]?mod(?![a-z]) ?\{?(\w+)\}? ?\)?", r"\\pmod \1"),
+    (r"\bC_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?(?![\w\\(])", r"\\binom{\1}{\2}"),
+    (rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
+    (rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$", lambda match: ":" + match[1].lower()),  # 3:05 p.m.
+    # thousands: 1,\!000, 1{,}000, 1\,000, 1'000, 1 000; 1.000.000, 1,00,000; 1,000 but not 1,2,3
+    (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),
+    (r"^\d{1,3}(?:\.\d{3}){2,}$|^\d{1,2}(?:,\d{2})+,\d{3}$", lambda match: re.sub("[.,]", "", match[0])),
+    (r"^([^,(\[{]*|.*(?:frac|sqrt|\^|text)\{)(?<![\d.])(\d{1,3}(?:,\d{3}){1,6})(?![\d,])(?=[^,]*$)",
+     lambda match: match[1] + match[2].replace(",", "")),
+    (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
+    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
+    (r"(?<=\d)[eE]([-+]?\d+)(?!\w)", r"\\cdot 10^{\1}"),  # 1e5
+    (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
+    (r"\*\*", "^"),
+    (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
+     lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
+    # 5 (rounded), \sqrt2 (approximately 1.41), 12th, 5 and a unit in Chinese
+    (rf"(?<=[\w}})\]]),? ?\(? ?{_TEXT} ?\(? ?(?:since|because|rounded)\b.*$", ""),
+    (rf"\(?,? ?(?:\bor )?{_TEXT} ?(?:or )?\(?\b(?:approximately|approx\.?|about|roughly)\b.*$", ""),
+    (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", ""),
+    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-"
+     r"\u9fff])+ ?\}?$", ""),
+    # for any real c; where k is an integer; c\in\mathbb{R}
+    (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
+     r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
+     r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""))]
+_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[<>!]=|\s+|.", re.DOTALL)
+
+
+class Token(str):
+    r"""A word, a number, a command or a sign. roman: it stood in \text{}; space: white space is before it."""
+    roman = space = False
+
+
+def to_ascii(text: str) -> str:
+    """Signs and letters as LaTeX has them: full-width forms, superscripts, Greek; nothing invisible."""
+    if text.isascii():
+        return text
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
+    text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
+    text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
+    text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
+    text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
+    text = re.sub("[\u0391-\u03a1\u03a3-\u03c9]", lambda letter: _greek(letter[0]), text)
+    return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))
+
+
+def _greek(letter: str) -> str:
+    command = unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA").lower()
+    return "\\" + (command.capitalize() if letter.isupper() else command) + " "
+
+
+def _repeating(whole: str, digits: str, period: str) -> str:
+    """The fraction of a repeating decimal: of 0.1 and the period 6 it is 15/90."""
+    numerator = int(whole + digits + period) - int("0" + whole + digits)
+    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
+
+
+def unescaped(text: str) -> str:
+    """The text with one backslash for two, if all of them are two and a command follows one."""
+    halved = text.replace("\\\\", "\\")
+    doubled = re.search(r"\\\\[a-zA-Z]{2}", text) and 2 * halved.count("\\") == text.count("\\")
+    return halved if doubled else text
+
+
+def tokens_of(answer: str) -> list[Token]:
+    """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
+    text = to_ascii(unescaped(answer))
+    for pattern, new in _REWRITES:
+        text = pattern.sub(new, text.strip())
+    found, space, depth, romans, begins = [], False, 0, [], False
+    for match in _TOKEN.finditer(text):
+        t = match[0].rstrip("*") or "*"
+        t = _ALIAS.get(t, t) if t.lower() not in _NUMBERS else str(_NUMBERS.index(t.lower()))
+        if t.isspace():
+            space = True
+            continue
+        depth += (t == "{") - (t == "}")
+        if t == "{" and begins:
+            romans.append(depth)
+        elif t == "}" and romans and romans[-1] == depth + 1:
+            romans.pop()
+        elif t == "!=":  # x != 3, but 5!=120
+            found += [Token("!"), Token("=")] if found and found[-1].isdigit() else [Token(r"\ne")]
+        elif t and t != r"\text":
+            found.append(Token("0" + t if t[0] == "." and len(t) > 1 else t))
+            found[-1].roman, found[-1].space, space = bool(romans or begins), space, False
+        begins = t == r"\text"
+    while found and found[-1] in (".", ",", ":", "\\"):
+        found.pop()
+    while found and found[0] in (",", "=", r"\approx"):
+        found.pop(0)
+    for n in range(min(8, len(found) - 1), 0, -1):
+        lead, number = joined(found[:n]), found[n][0].isdigit() or found[n] in ("-", r"\frac", r"\sqrt")
+        if (number or "nswer" in lead) and _LEAD.fullmatch(lead):
+            return found[n:]
+    return found
+
+
+def joined(tokens: list[Token]) -> str:
+    """The tokens' text, with the spaces that were in it."""
+    return "".join(" " * t.space + t for t in tokens).strip()
+
+
+def is_unit(tokens: list[Token], after_number: bool) -> bool:
+    r"""Whether it is a unit: in \text{}, or, after a number, a well-known one or words without."""
+    text = "".join(" " * t.space + t for t in tokens if t not in "{}")
+    letters = [t.roman for t in tokens if t.isalpha()]
+    if letters and all(letters):
+        return bool(_ROMAN_UNIT.fullmatch(text))
+    return after_number and bool(_BARE_UNIT.fullmatch(text))

@@ -1,0 +1,134 @@
+"""The value of a formula: a Fraction where it is exact, else 60 digits. What is too large is not computed."""
+
+import math
+from fractions import Fraction
+from zlib import crc32
+
+import mpmath
+
+from answers.grammar import FUNCTIONS, NotMath, walk
+
+mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
+mp.dps = 60
+_LARGE, _TINY = 60_000, mp.mpf(10) ** -50  # bits of a number; what is left of a difference by rounding
+_FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
+              r"\lfloor": "floor", r"\lceil": "ceil"} | {name: name.replace("arc", "a") for name in FUNCTIONS}
+
+
+def name_of(node: tuple) -> str:
+    """The name of a symbol; a call or a word is one as a whole."""
+    return node[1] if node[0] == "symbol" else f"{node[1]}({node[2:]}"
+
+
+def names_in(node: tuple) -> set[str]:
+    """The names in a formula."""
+    return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call", "word")}
+
+
+def values_of(node: tuple) -> list:
+    """Its values at six points, or at 60 if something is rounded; the only one of a formula without names."""
+    kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
+    rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
+    for point in range((60 if rounded else 6) if names else 1):
+        where = {}
+        for name in names:
+            where[name] = _whole(name, point, len(names)) if rounded else _coordinate(name, point, absolute)
+        values.append(_value(node, where))
+    inexact = [value for value in values if not isinstance(value, Fraction)]
+    if names and inexact and min(map(abs, inexact)) > 1e20:
+        raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
+    return values
+
+
+def _whole(name: str, point: int, names: int) -> Fraction:
+    r"""An integer (not of x, y, z, t), if something is rounded: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
+    seed, between = crc32(name.encode()), (0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0
+    whole = 1 + point if names == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
+    return whole + Fraction(between, 8)
+
+
+def _coordinate(name: str, point: int, absolute: bool):
+    """Of both signs, alone and together (|x| is not x, |xy| is not xy), near and far (|x+2| is not x+2)."""
+    sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
+    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
+    return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
+
+
+def real(value):
+    """A number as mpmath has it."""
+    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def _value(node: tuple, where: dict):
+    """The value where the names have these values. Raises NotMath."""
+    kind, *parts = node
+    if kind == "number":
+        return parts[0]
+    if kind in ("symbol", "call", "word"):
+        return where[name_of(node)]
+    if kind == "constant" and parts != ["oo"]:
+        return dict(pi=+mp.pi, e=mp.exp(1), i=mp.mpc(0, 1))[parts[0]]
+    if kind not in _FUNCTIONS or kind == "*" and _in_order(parts):
+        raise NotMath
+    try:
+        value = _compute(kind, [_value(part, where) for part in parts])
+        if isinstance(value, Fraction):
+            good = max(value.numerator.bit_length(), value.denominator.bit_length()) < 2 * _LARGE
+        else:
+            good = mp.isfinite(value)
+    except (ZeroDivisionError, ValueError, OverflowError):
+        good = False
+    if not good:
+        raise NotMath
+    return value
+
+
+def _in_order(factors: list[tuple]) -> bool:
+    r"""Whether it is a product whose order matters: \hat x\hat p, PDP^{-1}, A^TA."""
+    vectors = [x for x in factors if any(name.startswith((r"\vec", r"\hat")) for name in names_in(x))]
+    matrices = [x for x in factors if x[0] == "symbol" and x[1][0].isupper()]
+    powers = [x for x in factors if x[0] == "^" and x[1][0] == "symbol" and x[1][1].isupper() and (
+        x[2] == ("symbol", "T") or x[2] == ("*", ("number", -1), ("number", 1)))]
+    return len(vectors) > 1 or len(powers) > 0 and len(matrices) + len(powers) > 1
+
+
+def _compute(kind: str, values: list):
+    """An operation or a function of numbers. Raises NotMath if the result is too large."""
+    exact = all(isinstance(value, Fraction) for value in values)
+    values = values if exact else list(map(real, values))
+    first, last = values[0], values[-1]
+    if kind == "+":
+        total = sum(values[1:], first)
+        return total if exact or abs(total) > max(map(abs, values)) * _TINY else Fraction(0)
+    if kind == "*":
+        return math.prod(values)
+    if kind in ("inverse", "abs"):
+        return 1 / first if kind == "inverse" else abs(first)
+    if kind == "^":
+        bits = [abs(mp.log(abs(n), 2)) for n in (first.as_integer_ratio() if exact else [first]) if n]
+        if max(bits, default=0) * abs(last) > _LARGE:
+            raise NotMath
+        return first ** int(last) if exact and last.denominator == 1 else mp.power(real(first), real(last))
+    if kind in (r"\lfloor", r"\lceil") and exact:
+        return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
+    if max(map(abs, values)) > (4000 if kind in ("!", "binom") else _LARGE):
+        raise NotMath
+    if kind == "!" and exact and first.denominator == 1 and first >= 0:
+        return Fraction(math.factorial(int(first)))
+    if kind == "binom" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
+        return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
+    value = getattr(mp, _FUNCTIONS[kind])(*map(real, values))
+    return Fraction(int(mp.re(value))) if kind in (r"\lfloor", r"\lceil") and not mp.im(value) else value
+
+
+def text_of(value) -> str:
+    r"""A text that equal values share: of a rational number (also of \log_2 8) exact, else 40 digits."""
+    if isinstance(value, Fraction):
+        small = value.numerator.bit_length() + value.denominator.bit_length() < 4000
+        return str(value) if small else f"{value.numerator:x}/{value.denominator:x}"
+    size = abs(value)
+    parts = [mp.mpf(part) if abs(part) > size * _TINY else mp.mpf(0) for part in (mp.re(value), mp.im(value))]
+    simple = Fraction(*mpmath.libmp.to_rational(parts[0]._mpf_)).limit_denominator(10 ** 9)
+    if not parts[1] and abs(real(simple) - parts[0]) <= size * mp.mpf(10) ** -38:
+        return text_of(simple)
+    return " ".join(mp.nstr(part, 40) for part in parts[:1 + bool(parts[1])])

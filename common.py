@@ -9,46 +9,45 @@ and `policy.micro_batches` hands each rank its share: N ranks compute the update
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from engine import startup  # first: engine sets what torch reads when it is loaded
+from engine import plan, startup  # first: engine sets what torch reads when it is loaded
 import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, all_gather, cut_work, gather_shares, rank_and_ranks, say, seed_of
-from engine.base import share_of_rank, write_atomically
-from engine.log import read_jsonl
-from engine.metrics import grade, mean, summary
-from engine.options import Count, CountOrZero, Machine, NonNegative, NonNegativeOrInf, Positive
-from engine.policy import check_batch
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": scripts call them common.SMOLLM2
+from engine.base import Request, UserError, stable_hash, timed, timed_loop as timed_loop
+from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, model_folder  # "as": for scripts
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
-from engine.options import Finite as Finite, PositiveShare, Share, launch as launch
+from engine.log import Log
+from engine.metrics import grade, majority, mean, summary
+from engine.models import read_config
+from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
+from engine.options import Positive, PositiveShare, Share, options_dict
+from engine.policy import check_batch
+from engine.process import launch as launch, start_processes
+from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
+from engine.ranks import split_requests
+from engine.tokenizer import read_tokenizer
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
 @dataclass
 class Problem:
     question: str
-    answer: str | None = None
-    """Gold answer. For evaluation and for logging label accuracy, never for a label-free reward."""
+    answer: str | None = None  # gold: for evaluation and label accuracy, never for a label-free reward
     id: int = 0
     choices: int = 0  # multiple choice: so many options are in the question, and the answer is a letter
     before: list[tuple[str, str]] = field(default_factory=list)  # a chat's turns before it: (role, text)
     prompt_ids: list[int] = field(default_factory=list)
     also_right: list[str] = field(default_factory=list)  # other gold answers
-    row: dict = field(default_factory=dict, repr=False)
-    """The whole row of the data set, for methods that need its other columns."""
-    answer_keys: Callable[[list[str]], list] | None = field(default=None, repr=False)
-    """n answers -> n keys, equal for equal answers (text, numbers); None: equality of answers/."""
+    row: dict = field(default_factory=dict, repr=False)  # the data set's, for methods that need other columns
+    answer_keys: Callable | None = None  # n answers -> n keys, equal for equal answers; None: mathematics
 
     def classes(self, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
@@ -63,36 +62,29 @@ class Problem:
 class Rollout:
     """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
     prompt_ids: list[int]
-    response_ids: list[int]
-    """[T] sampled tokens, with the end-of-sequence token if the response finished."""
-    sampler_logp: torch.Tensor
-    """[T] float32, the sampler's log-probs of these tokens at the sampling temperature."""
+    response_ids: list[int]  # [T] sampled tokens, with the end-of-sequence token if the response finished
+    sampler_logp: torch.Tensor  # [T] float32, the sampler's log-probs of them at the sampling temperature
     finished: bool  # False: cut off at max_new_tokens
     text: str = ""
     answer: str | None = None  # None: no \\boxed{} in it
-    old_logp: torch.Tensor | None = None
-    """[T] the trainer's log-probs under the policy that sampled the response: what the ratio divides by."""
-    ref_logp: torch.Tensor | None = None
-    """[T] log-probs under the frozen initial model."""
-    entropy: torch.Tensor | None = None
-    """[T] entropies (nats) over the whole vocabulary at that temperature, of the policy that sampled."""
-    advantage: float = math.nan
-    """NaN: not set yet. Everything that is trained needs one."""
-    mask: torch.Tensor | None = None
-    """[T] 1, or 0 for tokens that count in no loss and no metric (a tool's output); None: all count."""
+    old_logp: torch.Tensor | None = None  # [T] the trainer's, of the policy that sampled: the ratio's divisor
+    ref_logp: torch.Tensor | None = None  # [T] log-probs under the frozen initial model
+    entropy: torch.Tensor | None = None  # [T] nats, over the whole vocabulary, of the policy that sampled
+    advantage: float = math.nan  # not set yet; everything that is trained needs one
+    mask: torch.Tensor | None = None  # [T] 0: tokens in no loss and no metric (a tool's); else 1; None: all 1
 
     @property
     def length(self) -> int:
-        """Tokens that count."""
+        """Number of unmasked tokens."""
         return len(self.response_ids) if self.mask is None else int(self.mask.sum())
 
-    def counted(self, values_T: torch.Tensor) -> torch.Tensor:
-        """The values [T] at the tokens that count."""
+    def unmasked(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The values [T] at the unmasked tokens."""
         return values_T if self.mask is None else values_T[self.mask.bool()]
 
     def mean(self, values_T: torch.Tensor) -> float:
-        """The mean of values [T] over the tokens that count; 0 if none does."""
-        return float(self.counted(values_T).mean()) if self.length else 0.0
+        """The mean of values [T] over the unmasked tokens; 0 if there is none."""
+        return float(self.unmasked(values_T).mean()) if self.length else 0.0
 
 
 # ------------------------------------------------------ options ---------------------------------------------
@@ -114,7 +106,7 @@ class Args:
     train_samples: Count = 32
     """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Also of log-probs (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL Table 3, RESTRAIN D.2: 1.0)."""
+    """Sampling temperature, also of log-probs and entropies (TTRL 3.1: 0.6; EVOL-RL, RESTRAIN: 1.0)."""
     max_new_tokens: Count = 3072
     """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
@@ -127,8 +119,7 @@ class Args:
     """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
     prompt: str = "system"
     """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
-    Or a file (examples/prompts): lines [system], [user], [assistant] begin its turns, {question} is in the
-    last [user]; without such lines it is plain text, for base models (docs/fork.md)."""
+    Or a file (examples/prompts) whose lines [system], [user], [assistant] begin turns (docs/fork.md)."""
     labels: Literal["majority", "gold"] = "majority"
     """majority: the model's own answers vote. gold: only right ones do (in ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1
@@ -158,11 +149,11 @@ class Args:
     eval_samples: Count = 16
     """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
-    """0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3, EVOL-RL Table 3: 0.6)."""
+    """Temperature of evaluation; 0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.6)."""
     eval_top_p: PositiveShare = 0.95
-    """TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95."""
+    """Top-p of evaluation; 1: off (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95)."""
     eval_top_k: CountOrZero = 0
-    """0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
+    """Top-k of evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
     """Report greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
@@ -185,9 +176,35 @@ class Args:
         return []
 
 
-def start(args: Args, **task) -> startup.Run:
-    """Refuse bad input, then load models, data and log. task: what a fork changes, see engine/startup.py."""
-    return startup.start(args, Problem, **task)
+def start(args: Args, train: bool = True,
+          answer_keys: Callable | None = None,  # another equality of answers: see Problem
+          read_answer: Callable | None = None,  # (text, problem) -> the answer in a response, or None
+          generate: Callable | None = None,     # (run, work, temperature, **options), as common.generate
+          adapt: Callable | None = None) -> startup.Run:  # (policy), before sharding: examples/lora.diff
+    """Refuse bad flags, model and data, then load weights. train: False to evaluate. The four others are a
+    fork's hooks, the same on all ranks."""
+    startup.refuse(args.errors())
+    machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
+    config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
+    if machine.plan:
+        plan.show(args, config)  # and exit
+    tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
+    sets, benchmarks = startup.read_data(args, tokenizer, train), {}
+    if machine.show_prompt:
+        startup.print_prompts(tokenizer, sets, args.own_prompts(tokenizer))  # and exit
+    for name, rows in sets.items():
+        benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in rows]
+    problems = benchmarks.pop("--dataset")
+    total_steps = startup.count_steps(args, problems, tokenizer) if train else 0
+    device, dtype = start_processes(args.seed, machine.dtype, train, small=args.model in ("", "toy"))
+    memory = plan.choose_memory_settings(args, config, device) if train else {}
+    log = Log(machine, args.eval_every, options_dict(args), memory, device, startup.digests(sets, stop_ids))
+    models = path, device, dtype, machine, args.max_prompt_tokens + args.max_new_tokens
+    policies = startup.load_policies(*models, log, train, args.kl_coef > 0, adapt, **memory)
+    sampler = startup.load_sampler(*models, stop_ids, args.seed, policies[0])
+    stop = startup.open_log(log, machine, benchmarks) if train else None
+    return startup.Run(args, tokenizer, problems, benchmarks, total_steps, *policies, sampler, log, stop,
+                       device, dtype, answer_keys, read_answer, generate)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------
@@ -196,10 +213,11 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
     twice. A step's batch has its number, unless a fork needs more batches than steps (dynamic sampling)."""
     size, n = args.prompts_per_batch, len(problems)
     epoch, position = divmod(batch - 1, n // size)
-    order = random.Random(seed_of(args.seed, "order", epoch)).sample(range(n), n)
+    order = random.Random(stable_hash(args.seed, "order", epoch)).sample(range(n), n)
     return [problems[i] for i in order[position * size:(position + 1) * size]]
 
 
+@timed("sample")
 def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
            stop: list[str] = ()) -> list[list[Rollout]]:
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
@@ -213,17 +231,15 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
         run.sampled.add((step, prompt.id))
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
-        seed = seed_of(args.seed, step, prompt.id)
+        seed = stable_hash(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-    run.log.lap("sync")  # the seconds since the last lap
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
-    work, parts = cut_work(work, n, engines)  # so that no engine idles; a fork's own sampling gets it whole
+    work, parts = split_requests(work, n, engines)  # a fork's own sampling gets it whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=list(stop)) if stop else {}
     samples = (run.generate or generate)(run, mine, args.temperature, **options)
     samples = gather_shares(samples, args.machine.tensor_parallel)
     groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
-    run.log.lap("sample")
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups
 
@@ -258,6 +274,7 @@ def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None
 
 
 # ------------------------------------------------------- votes ----------------------------------------------
+@timed("vote")
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:
     """[N] the class of each response's answer; equal answers have equal classes, None is no answer.
 
@@ -272,36 +289,28 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
     return [0 if right[c] else None for c in classes]
 
 
-def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
-    counts = Counter(c for c in classes if c is not None)
-    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
-
-
 def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
     """{problem id: (majority answer, its votes)} from --votes responses of the initial model. RESTRAIN Eq. 5.
-
     (None, 0): no response has an answer. About 8,192 responses per rank are sampled in one call and stored,
     so that a killed run continues; votes of other flags are sampled anew."""
-    args, path = run.args, run.log.path / "initial_votes.jsonl"
+    args, file = run.args, "initial_votes.jsonl"
     flags = [args.votes, args.temperature, args.max_new_tokens]
-    stored = all_gather(read_jsonl(path) if rank_and_ranks()[0] == 0 else [])[0]
-    votes = {r["id"]: (r["answer"], r["votes"]) for r in stored if r["flags"] == flags}
+    votes = {r["id"]: (r["answer"], r["votes"]) for r in run.log.lines(file) if r["flags"] == flags}
     todo = [p for p in run.problems if p.id not in votes]
     if todo:
         run.sampler.load(run.policy.named_tensors())
     size = prompts_per_call or rank_and_ranks()[1] * max(1, 8192 // args.votes)
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
-        say(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        for problem, responses in zip(part, sample(run, 0, part, args.votes)):
+        print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
+        with run.stop.at_once(run.stop.saved):
+            groups = sample(run, 0, part, args.votes)
+        for problem, responses in zip(part, groups):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
             answer = responses[classes.index(winner)].answer  # None if there is none
             votes[problem.id] = answer, 0 if winner is None else classes.count(winner)
-        records = [dict(flags=flags, id=i, answer=answer, votes=n) for i, (answer, n) in votes.items()]
-        if rank_and_ranks()[0] == 0:
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+            run.log.append(file, dict(flags=flags, id=problem.id, answer=answer, votes=votes[problem.id][1]))
     run.sampler.sleep()
     return votes
 
@@ -309,7 +318,7 @@ def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tupl
 # ------------------------------------------------------ the update ------------------------------------------
 def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
     """--train_samples of the indices 0 to n - 1 at random, in order; seeded by (seed, step, prompt.id)."""
-    draw = random.Random(seed_of(args.seed, "subset", step, prompt.id))
+    draw = random.Random(stable_hash(args.seed, "subset", step, prompt.id))
     return sorted(draw.sample(range(n), min(n, args.train_samples)))
 
 
@@ -318,20 +327,17 @@ def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
 
     Stale weights or prefix caches, a wrong temperature show here and stop the run: in float32 if a token
     differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
-    differences = [r.counted((r.old_logp - r.sampler_logp).abs()) for r in train]
-    difference = torch.cat([torch.zeros(0), *differences])
-    difference = difference[difference.isfinite()]  # the update skips and counts what is not
-    largest = float(difference.max()) if len(difference) else 0.0
-    average = float(difference.mean()) if len(difference) else 0.0
+    diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in train]])
+    diff = diff[diff.isfinite()]  # the update skips and counts what is not
+    largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
     if average > 0.5 or exact and largest > allowed:
         raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
                         f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                        f"{allowed}). Its weights or prefix cache are stale, tokens that the model did not "
-                        "write have no mask 0, or it computes this model otherwise (--sampler).")
+                        f"{allowed}). Its weights or prefix cache are stale, tokens that it did not write "
+                        "have no mask 0, or --sampler computes this model otherwise.")
     if not exact and average > 0.05:
-        say(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
-    run.log.lap("score")
+        print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average)
 
 
@@ -352,16 +358,15 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
     n = min(args.num_minibatches, len(train))
     if args.minibatches == "by_prompt":  # the prompts are in random order already
         return [train[k * len(train) // n:(k + 1) * len(train) // n] for k in range(n)]
-    mixed = random.Random(seed_of(args.seed, "split", step)).sample(train, len(train))
+    mixed = random.Random(stable_hash(args.seed, "split", step)).sample(train, len(train))
     return [mixed[k::n] for k in range(n)]
 
 
 # ----------------------------------------------------- evaluation -------------------------------------------
 def evaluate(run: startup.Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
-    run.log.lap("sync")
     metrics, verdicts = {}, {}
-    with run.stop.at_once(step):
+    with run.stop.at_once(step), timed("evaluate"):
         for name, problems in run.benchmarks.items():
             if run.args.eval_greedy:
                 greedy = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
@@ -384,17 +389,12 @@ def evaluate_benchmark(run: startup.Run, name: str, problems: list[Problem],
     samples = args.eval_samples if temperature else 1
     size = max(1, 4096 // samples)  # problems per engine call
     mine = share_of_rank(problems, args.machine.tensor_parallel)
-    bar = tqdm(total=len(mine), desc=f"evaluating {name}", leave=False, disable=rank_and_ranks()[0] != 0)
-    for first in range(0, len(mine), size):
-        part, work = mine[first:first + size], []
-        for p in part:
-            seed = seed_of(args.seed, "eval", name, p.id)
-            work += [(p, Request(p.prompt_ids, samples, seed, args.max_new_tokens))] if p.prompt_ids else []
+    for first in tqdm(range(0, len(mine), size), f"evaluating {name}", leave=False, disable=run.log.rank > 0):
+        part = mine[first:first + size]
+        work = [(p, Request(p.prompt_ids, samples, stable_hash(args.seed, "eval", name, p.id),
+                            args.max_new_tokens)) for p in part if p.prompt_ids]
         groups = iter((run.generate or generate)(run, work, temperature, **options))
         for p in part:
-            empty = [Rollout([], [], torch.zeros(0), False)] * samples
-            group = next(groups) if p.prompt_ids else empty
+            group = next(groups) if p.prompt_ids else samples * [Rollout([], [], torch.zeros(0), False)]
             graded.append((grade(p, group), group))
-        bar.update(len(part))
-    bar.close()
     return gather_shares(graded, args.machine.tensor_parallel)

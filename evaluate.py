@@ -23,11 +23,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, rank_and_ranks, say, write_atomically
+from engine.base import UserError, write_atomically
 from engine.builtin import SMOLLM2
 from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
-from engine.options import out_of_range, with_values
+from engine.options import make_args, out_of_range
+from engine.ranks import print0, rank_and_ranks
 from engine.vllm_sampler import VLLMSampler
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
@@ -114,7 +115,7 @@ class Args:
         options |= {f"eval_{name}": value for name, value in chosen.items()}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
         options |= dict(model=trained_model(self.model), eval=self.benchmarks)
-        return with_values(common.Args, options)
+        return make_args(common.Args, options)
 
 
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
@@ -127,7 +128,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     results, warnings, model = {}, [], args.model or "the toy"
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
-    say(f"Evaluating {model} ...")
+    print0(f"Evaluating {model} ...")
     if is_checkpoint(args.model):
         run.sampler.load(weights_in(args.model, run.device, run.dtype))
     if isinstance(run.sampler, VLLMSampler):

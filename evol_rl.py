@@ -44,7 +44,8 @@ from typing import Literal
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout, Share
-from engine.base import UserError, first_line, gather_shares, share_of_rank
+from engine.base import UserError, first_line, timed
+from engine.ranks import gather_shares, share_of_rank
 from transformers.utils import cached_file
 
 
@@ -233,6 +234,7 @@ class Embedder:
         return vectors
 
 
+@timed("vote")
 def embed_texts(embedder: Embedder, groups: list[list[Rollout]]) -> dict[str, torch.Tensor]:
     """{text: unit vector} of the text that counts of each response (`spoken`), sharded over the ranks.
 
@@ -297,7 +299,7 @@ def main(args: Args) -> None:
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         lr = common.learning_rate(args, step, run.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        for minibatch in common.minibatches(args, step, train):
+        for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature

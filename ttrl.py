@@ -103,7 +103,7 @@ def main(args: Args) -> None:
         # 6. Update: one optimizer step per minibatch. Micro-batches fit in memory; the ranks share them.
         lr = common.learning_rate(args, step, run.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        for minibatch in common.minibatches(args, step, train):
+        for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
             for micro in policy.micro_batches(minibatch):
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature

@@ -1,19 +1,18 @@
-"""The few things that everything else needs: errors, seeds, requests, and talking to the other ranks."""
+"""The few things that everything else needs: errors, requests, hashes, clocks, what a run folder names."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import os
+import json
 import sys
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -37,66 +36,37 @@ class Sample(NamedTuple):
     finished: bool
 
 
-def seed_of(*parts) -> int:
-    """62 bits that derive from the parts alone, so that a resumed run repeats an uninterrupted one.
+seconds = Counter()  # by phase: where the time of the current step went
 
-    Sample i of a prompt draws from seed + i."""
+
+@contextmanager
+def timed(phase: str):
+    """The time of a `with` block, or of a function with this decorator, is logged as seconds/phase, less that
+    of phases within it."""
+    began, inner = now(), seconds.total()
+    yield
+    seconds[phase] += now() - began - (seconds.total() - inner)
+
+
+def timed_loop(phase: str, items):
+    """The items, one by one; the time of the loop over them is logged as seconds/phase."""
+    for item in items:
+        with timed(phase):
+            yield item
+
+
+def now() -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def stable_hash(*parts) -> int:
+    """A hash of 62 bits, the same in every process: a seed, or a digest of data. Sample i of a prompt draws
+    from seed + i."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
-
-
-def distributed() -> bool:
-    """Whether this process is one of torchrun's ranks. (Without ranks, vLLM opens a process group, too.)"""
-    return dist.is_initialized() and "RANK" in os.environ
-
-
-def rank_and_ranks() -> tuple[int, int]:
-    """torchrun's (rank of this process, number of ranks), also before these meet; (0, 1) without it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def say(text: str) -> None:
-    """Print a line on rank 0, above the progress bar if there is one."""
-    if rank_and_ranks()[0] == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
-def all_gather(item) -> list:
-    """The item of every rank, in rank order, on every rank."""
-    if not distributed():
-        return [item]
-    items = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
-
-
-def on_all_ranks(work, sentence=str) -> list:
-    """What work() returns on every rank. If it fails on one, all raise UserError: with the text of its own,
-    or with sentence(kind and first line of another error)."""
-    result, error = None, None
-    try:
-        result = work()
-    except UserError as e:
-        error = str(e)
-    except (Exception, CheckpointException) as e:
-        if isinstance(e, CheckpointException):  # of any rank
-            e = next(iter(e.failures.values()))[0]
-        error = sentence(f"{type(e).__name__} {first_line(e)}")
-    results = all_gather((result, error))
-    if error := next((error for _, error in results if error), None):
-        raise UserError(error)
-    return [result for result, _ in results]
-
-
-def same_on_all_ranks(mine: dict) -> None:
-    """Raises UserError, naming the entry and the rank, if one of these values differs from rank 0's."""
-    first, *others = all_gather(mine)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other.get(name) != value:
-                raise UserError(f"{name} is {other.get(name)!r} on rank {rank}, but {value!r} on rank 0; all "
-                                "ranks need the same command, data and weights.")
 
 
 def first_line(error: BaseException) -> str:
@@ -105,38 +75,25 @@ def first_line(error: BaseException) -> str:
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 
-def share_of_rank(items: list, per_engine: int = 1) -> list:
-    """Every n-th of the items, for n engines. per_engine: so many consecutive ranks get the same share."""
-    rank, ranks = rank_and_ranks()
-    return items[rank // per_engine::ranks // per_engine]
-
-
-def gather_shares(results: list, per_engine: int = 1) -> list:
-    """The results of all ranks' shares, in the order of the items they were made from, on every rank."""
-    rank, ranks = rank_and_ranks()
-    # the ranks of an engine have the same results: only the first of them sends any
-    shares = all_gather(results if rank % per_engine == 0 else None)[::per_engine]
-    engines, items = ranks // per_engine, sum(len(share) for share in shares)
-    return [shares[i % engines][i // engines] for i in range(items)]
-
-
-def cut_work(work: list[tuple], n: int, engines: int) -> tuple[list[tuple], int]:
-    """(the work in pieces, one after another; pieces of each prompt). work: (prompt, request of n samples).
-
-    If there are more engines than prompts, engines that would have nothing to do make samples of a prompt
-    that another has, too; so the pieces are as many as a multiple of the engines, if n allows it."""
-    parts, pieces = 1, []
-    if len(work) < engines:
-        parts = min(n, engines // math.gcd(engines, len(work)))
-    ends = [n * k // parts for k in range(parts + 1)]
-    for prompt, request in work:
-        for begin, end in zip(ends, ends[1:]):
-            pieces.append((prompt, replace(request, n=end - begin, seed=request.seed + begin)))
-    return pieces, parts
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write beside the file and rename: a reader sees the old text or the new one, also after a kill."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
+
+
+def read_run(folder: Path) -> dict:
+    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
+    path = folder / "run.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
+    except Exception as error:
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
+        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
+                        "continue.") from None
+
+
+def script_name() -> str:
+    """The name that run folders and run.json know a script by: ttrl.py is ttrl."""
+    return Path(sys.argv[0]).stem

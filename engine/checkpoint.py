@@ -1,12 +1,10 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed. And signals to stop.
+"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed.
 
 They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
@@ -17,10 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, say
-from engine.base import write_atomically
+from engine.base import UserError, first_line, write_atomically
 from engine.log import read_jsonl
-from engine.options import leave
+from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -82,63 +79,75 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        # newer ones are damaged: `restore` passed over them
-        good = [folder for folder in complete(run_folder) if folder.name <= final.name][:keep]
-        for folder in set(complete(run_folder)) - set(good):
+        for folder in complete(run_folder)[keep:]:
             shutil.rmtree(folder)
 
     written = set().union(*on_all_ranks(write, failed))
     on_all_ranks(publish, failed)
 
 
-def load_newest(run_folder: Path, policy, optimizer, every: int) -> tuple[int, dict]:
-    """Load the newest checkpoint that is complete: its files have the sizes they were written with.
+def steps_done(run_folder: Path, every: int) -> int:
+    """The step of the newest checkpoint; 0 if there is none and none was due (every: steps between them).
 
-    Its step and the script's own state, the same on all ranks; (0, {}) if there is none and none was due
-    (every: steps between checkpoints). Raises UserError if one was."""
-    def read_state() -> tuple[int, dict]:
+    Raises UserError if one was, or if the newest one's files have not the sizes they were written with."""
+    def read() -> int:
+        for folder in (run_folder / "checkpoints").glob("*.partial"):
+            shutil.rmtree(folder)  # a killed run's
+        if found := complete(run_folder):
+            read_state(found[0])
+            return int(found[0].name[5:])
+        steps = [line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")]
+        if max(steps, default=0) > every or (run_folder / "final").exists():
+            raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "
+                            "start a new run in another --out.")
+        return 0
+
+    return on_all_ranks(lambda: read() if rank_and_ranks()[0] == 0 else 0)[0]
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint. Raises UserError if it is damaged."""
+    try:
         state = json.loads((folder / "state.json").read_text())
         if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
             raise ValueError("its files are not those that were written")
         HuggingFaceStorageReader(str(folder)).read_metadata()
-        return state["step"], dict(state["script"])
+        return state
+    except Exception as error:
+        raise UserError(damaged(folder, f"{type(error).__name__} {first_line(error)}")) from None
 
-    def load() -> None:
+
+def damaged(folder: Path, reason: str) -> str:
+    return f"--resume: {folder} is damaged ({reason}); delete this folder, and the one before it is used."
+
+
+def load(run_folder: Path, step: int, policy, optimizer) -> dict:
+    """Load the checkpoint of this step; returns the script's own state. Raises UserError if it is damaged."""
+    folder = run_folder / "checkpoints" / f"step_{step:08d}"
+
+    def read() -> dict:
         reader = HuggingFaceStorageReader(str(folder))
         dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
+        return dict(read_state(folder)["script"])
 
-    for folder in (run_folder / "checkpoints").glob("*.partial") if rank_and_ranks()[0] == 0 else ():
-        shutil.rmtree(folder)  # a killed run's
-    for folder in complete(run_folder):
-        try:
-            (step, script), *_ = on_all_ranks(read_state)
-            on_all_ranks(load)  # what it has loaded before it fails, the next one overwrites
-        except UserError as error:
-            say(f"Warning: {folder} is not usable ({error}); trying the one before it.")
-            continue
-        say(f"Resumed from {folder}")
-        return step, script
-    made = max([line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")], default=0)
-    if made > every or complete(run_folder) or (run_folder / "final").exists():
-        raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no usable checkpoint; "
-                        "start a new run in another --out.")
-    return 0, {}
+    state = on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
+    print0(f"Resumed from {folder}")
+    return state
 
 
 # ------------------------------------------------ what the loop calls ---------------------------------------
 def restore(run, optimizer) -> int:
-    """Steps that are done: with --resume those of the newest checkpoint, which is loaded, else 0."""
-    args, done = run.args, 0
+    """Load the newest checkpoint with --resume; return the steps that are done."""
+    args, done = run.args, run.stop.saved
     run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
-    if args.machine.resume:
-        done, run.state = load_newest(run.log.path, run.policy, optimizer, args.machine.checkpoint_every)
-    run.stop = StopSignal(run.log.path, done)
-    run.log.open(done, run.total_steps, run.benchmarks)
+    if done:
+        run.state = load(run.log.path, done, run.policy, optimizer)
     if done >= run.total_steps:
-        say(f"All {run.total_steps} steps are done; a larger --steps continues.")
+        print0(f"All {run.total_steps} steps are done; a larger --steps continues.")
     else:
-        say(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
-            f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
+        print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
+               f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
+    run.log.begin(run.total_steps)
     return done
 
 
@@ -160,44 +169,7 @@ def save_when_due(run, step: int, optimizer) -> None:
         save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
         run.stop.saved = step
     if signaled and not last:
-        say(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume --out "
-            f"{run.log.path}")
+        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
+               f"--out {run.log.path}")
         sys.exit(128 + signaled)
 
-
-class StopSignal:
-    """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
-
-    A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
-
-    def __init__(self, run_folder: Path, saved: int):
-        """saved: the step of the newest checkpoint, 0 before the first."""
-        self.number, self.saved, self.idle, self.run_folder = 0, saved, False, run_folder
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, self)
-
-    def __call__(self, number, frame) -> None:
-        if self.number or self.idle:
-            self._leave(number)
-        self.number = number
-        self._print(f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint (again: "
-                    "leave at once)")
-
-    @contextlib.contextmanager
-    def at_once(self, step: int):
-        """While this lasts, a signal ends the process at once, if the checkpoint of this step is written."""
-        self.idle = step == self.saved
-        if self.idle and self.number:  # it came since the loop last looked
-            self._leave(self.number)
-        yield
-        self.idle = False
-
-    def _leave(self, number: int) -> None:
-        name = signal.Signals(number).name
-        self._print(f"Stopped by {name}; continue with --resume --out {self.run_folder}")
-        leave(128 + number)
-
-    def _print(self, text: str) -> None:
-        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
-            os.write(2, f"\n{text}\n".encode())

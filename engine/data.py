@@ -8,14 +8,14 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 from answers import LETTERS, gold_answers
-from engine.base import UserError, first_line, say, seed_of
+from engine.base import UserError, first_line, stable_hash
+from engine.ranks import print0
 
 
 class Benchmark(NamedTuple):
@@ -67,8 +67,42 @@ ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "gro
 
 
 # ------------------------------------------------ problems ------------------------------------------------
-def load_problems(make: Callable, name: str, question_field: str = "", answer_field: str = "") -> list:
-    """Problems of a benchmark's short name, a Hub id or a local file (FILES). make: common.Problem.
+class Row(NamedTuple):
+    """A problem as the data has it: the first fields of common.Problem, which says what they are."""
+    question: str
+    answer: str | None
+    id: int
+    choices: int
+    before: list[tuple[str, str]]
+    prompt_ids: list[int]
+    also_right: list[str]
+    row: dict
+
+
+def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, tokenizer, style: str,
+              max_tokens: int) -> list[Row]:
+    """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
+
+    Raises UserError, naming the flag, if they cannot be read or all are too long."""
+    train, rows = flag == "--dataset", []
+    try:
+        for row in load_problems(name, *fields):
+            ids = encode_prompt(tokenizer, row.question, style, max_tokens, row.before)
+            rows.append(row._replace(prompt_ids=ids))
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from None
+    kept = [row for row in rows if row.prompt_ids]
+    if not kept:
+        raise UserError(f"{flag}: all {len(rows)} problems of {name} have more than --max_prompt_tokens "
+                        f"{max_tokens}; raise it.")
+    if len(kept) < len(rows):
+        print0(f"{name}: {len(rows) - len(kept)} problems have more than --max_prompt_tokens {max_tokens} "
+               f"and {'are left out' if train else 'count as wrong'}")
+    return kept if train else rows
+
+
+def load_problems(name: str, question_field: str = "", answer_field: str = "") -> list[Row]:
+    """Problems, yet without prompts, of a benchmark's short name, a Hub id or a local file (FILES).
 
     The columns are those given, else the benchmark's, else found in a short list of usual names (printed).
     Problems with the same text are kept once. Raises UserError on an unknown name, a missing column, an
@@ -98,14 +132,13 @@ def load_problems(make: Callable, name: str, question_field: str = "", answer_fi
         text, gold, choices = _with_choices(text, row, row.get(answer), answer, where)
         text, golds = text.strip(), gold_answers(gold)
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
-        problem = make(text, gold, len(problems), choices, before=before, also_right=also, row=row)
-        problems.setdefault((text, *before), problem)
+        problems.setdefault((text, *before), Row(text, gold, len(problems), choices, before, [], also, row))
     known = sum(p.answer is not None for p in problems.values())
     column = f"answer column '{answer}'" if answer else "no answer column"
     chats = sum(bool(p.before) for p in problems.values())
     turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
-    say(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, {column} "
-        f"({known} gold answers), {len(rows) - len(problems)} duplicates removed")
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'{turns}, {column} "
+           f"({known} gold answers), {len(rows) - len(problems)} duplicates removed")
     return list(problems.values())
 
 
@@ -143,7 +176,7 @@ def _with_choices(text: str, row: dict, gold, answer: str, where: str) -> tuple[
     if not listed or answer and right not in range(len(options)):
         raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
                         f"'{answer}' must name the right one.")
-    order = random.Random(seed_of("choices", text)).sample(range(len(options)), len(options))
+    order = random.Random(stable_hash("choices", text)).sample(range(len(options)), len(options))
     lines = [f"{letter}. {str(options[i]).strip()}" for letter, i in zip(LETTERS, order)]
     return "\n".join([text, "", *lines]), LETTERS[order.index(right)] if answer else None, len(options)
 

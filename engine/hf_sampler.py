@@ -17,9 +17,10 @@ from transformers import AttentionInterface, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.base import Request, Sample, on_all_ranks, rank_and_ranks
-from engine.measure import first_that_agrees, in_float32, own_values, sampled, sequences
-from engine.policy import PACKED, load_model
+from engine.base import Request, Sample, timed
+from engine.measure import eager_logprobs, first_that_agrees, in_float32, probe_responses, sample_probe
+from engine.models import PACKED, load_model
+from engine.ranks import on_all_ranks, rank_and_ranks
 
 CACHE = 2 ** 30  # bytes of keys, values and states that are kept at a time
 LENGTH = 13      # of the sequence whose cache is measured; hardly another dimension has it
@@ -68,7 +69,7 @@ class HFSampler:
             return None  # rank 0 measures for all
         fast = ["one_token"] if self.model.config.get_text_config().model_type in PACKED else []
         ways = [(attention, together) for together in (True, False) for attention in (*fast, "sdpa", "eager")]
-        short, long = sequences(self.model)[1:]
+        short, long = probe_responses(self.model)[1:]
         requests = [Request(short.prompt_ids[:3], 2, 0, 2), Request(long.prompt_ids, 2, 1, 6),
                     Request(long.prompt_ids, 2, 1, 3)]
         self.cached = 0, 0
@@ -76,8 +77,8 @@ class HFSampler:
         def difference(way: tuple[str, bool]) -> float:
             self.model.set_attn_implementation(way[0])
             self.together = way[1]
-            responses, logprobs = sampled(self, requests)
-            return float((logprobs - own_values(self.model, responses)[0]).abs().mean())
+            responses, logprobs = sample_probe(self, requests)
+            return float((logprobs - eager_logprobs(self.model, responses)[0]).abs().mean())
 
         with in_float32(self.model):
             way = first_that_agrees(self.model, "--sampler hf", ways, difference, "; give --sampler vllm")
@@ -87,6 +88,7 @@ class HFSampler:
         states = sum(x.numel() for x in tensors if LENGTH not in x.shape)
         return *way, (states, sum(x.numel() for x in tensors if LENGTH in x.shape) // LENGTH)
 
+    @timed("sync")
     @torch.no_grad()
     def load(self, named_tensors) -> None:
         """Take new weights. Raises KeyError for one that is not known, RuntimeError if one was not sent."""

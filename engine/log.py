@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, rank_and_ranks, same_on_all_ranks
-from engine.base import say, seed_of, write_atomically
+from engine.base import UserError, now, read_run, script_name, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.options import at_exit, flat, read_run, script_name
+from engine.process import at_exit
+from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
@@ -37,26 +37,30 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, args, device, identity: dict):
-        """identity: startup.identity's. Raises UserError if the folder cannot be used."""
-        self.args, self.device, (self.rank, ranks) = args, device, rank_and_ranks()
+    def __init__(self, machine, eval_every: int, options: dict, memory: dict, device, identity: dict):
+        """options: all, by name. memory: what plan.py chose. identity: startup.digests'.
+
+        Raises UserError if the folder cannot be used, or if the ranks have other options."""
+        same_on_all_ranks({f"--{name}": value for name, value in (options | memory).items()})
+        self.machine, self.eval_every, self.options = machine, eval_every, options
+        self.device, (self.rank, ranks) = device, rank_and_ranks()
         self.bar, self.board = None, None
         self.identity, self.before, self.record = {}, {}, {}
         self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
         self.majorities = {}  # {question: its majority's answer when it was last seen}
         self.bad_steps, self.warned = 0, False
-        self._forget()
+        self.begin_step()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.path = Path(all_gather(args.machine.out or f"runs/{name}")[0])
+        self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
         on_all_ranks(partial(self._open, ranks, device),
                      lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
-    def _forget(self) -> None:
-        """Forget what the last step left."""
+    def begin_step(self) -> None:
+        """Forget what the last step left, and start the clock."""
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
-        self.began = self.lapped = time.monotonic()
-        self.seconds, self.sampled = Counter(), 0  # by phase; tokens
+        self.began, self.sampled = now(), 0  # sampled: tokens
+        seconds.clear()
 
     # -- the folder ------------------------------------------------------------------------------------------
     def identify(self, content: dict[str, int]) -> None:
@@ -78,7 +82,7 @@ class Log:
         if self.rank:
             return
         out, wrong = self.path, f"--out is '{self.path}', "
-        if self.args.machine.resume:
+        if self.machine.resume:
             run = read_run(out)
         elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
@@ -93,8 +97,8 @@ class Log:
             raise UserError(wrong + "in which another process is running; give another folder.") from None
         except OSError:  # some network file systems have no locks
             pass
-        self.record = describe(self.args, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
-        if self.args.machine.resume:
+        self.record = describe(self.options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
+        if self.machine.resume:
             self.before = run["identity"]
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
@@ -102,9 +106,9 @@ class Log:
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
 
-    def open(self, steps_done: int, total_steps: int, benchmarks: dict) -> None:
-        """Drop the lines of steps that are done again, open TensorBoard and the progress bar."""
-        self.first_step, self.total_steps, self.benchmarks = steps_done + 1, total_steps, benchmarks
+    def open(self, steps_done: int, benchmarks: dict) -> None:
+        """Drop the lines of steps that are done again, and open TensorBoard."""
+        self.first_step, self.benchmarks = steps_done + 1, benchmarks
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
         if self.rank == 0:
             self.history = self._keep_lines("metrics.jsonl", done)
@@ -115,18 +119,23 @@ class Log:
             self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
             self._open_boards()
         self.evaluated, self.majorities = all_gather((self.evaluated, self.majorities))[0]
-        self._forget()
+
+    def begin(self, total_steps: int) -> None:
+        """Show the progress bar. The first step begins."""
+        self.total_steps = total_steps
+        if self.rank == 0:
+            self.bar = tqdm(total=total_steps, initial=self.first_step - 1, desc=script_name(),
+                            dynamic_ncols=True)
+        self.begin_step()
 
     def _open_boards(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        if self.args.machine.wandb:
+        if self.machine.wandb:
             import wandb
             at_exit.append(wandb.finish)  # also where a run ends without unwinding
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
-                       config=flat(self.args), sync_tensorboard=True)
+                       config=self.options, sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
-        self.bar = tqdm(total=self.total_steps, initial=self.first_step - 1, desc=script_name(),
-                        dynamic_ncols=True)
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
         path = self.path / name
@@ -146,6 +155,10 @@ class Log:
             raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues "
                             "from the last checkpoint.") from None
 
+    def lines(self, name: str) -> list[dict]:
+        """The lines of a .jsonl file of the run, on all ranks."""
+        return all_gather(read_jsonl(self.path / name) if self.rank == 0 else [])[0]
+
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -155,14 +168,6 @@ class Log:
             self.board.add_scalar(name, value, step)
 
     # -- during a step ---------------------------------------------------------------------------------------
-    def lap(self, name: str) -> None:
-        """The time since the last call belongs to this phase: it is logged as seconds/name."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.monotonic()
-        self.seconds[name] += now - self.lapped
-        self.lapped = now
-
     def vote(self, prompt, responses: list, classes: list[int | None], rewards: torch.Tensor,
              label: int | None | dict[int, float], negatives: set[int] = frozenset()) -> None:
         """Keep a prompt's votes for the log.
@@ -184,7 +189,6 @@ class Log:
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
                                 label=label, negatives=sorted(negatives)))
-        self.lap("vote")
 
     def tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
         """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
@@ -204,7 +208,7 @@ class Log:
             return
         self.skipped += 1
         self.bad_steps += 1
-        if self.bad_steps >= self.args.machine.max_bad_steps:
+        if self.bad_steps >= self.machine.max_bad_steps:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient "
                             f"(--max_bad_steps); --resume continues from the last checkpoint.")
 
@@ -213,7 +217,6 @@ class Log:
 
         trained: the responses that were trained. own: the script's own metrics. Raises TypeError if one is no
         number, ValueError if it has the name of one of the log's."""
-        self.lap("update")
         chosen = set(trained)
         for group in self.groups:
             group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
@@ -232,13 +235,14 @@ class Log:
             torch.cuda.reset_peak_memory_stats()
         few = few_answers([response for group in self.groups for response in group["responses"]])
         if few and not self.warned:
-            say(f"Warning: step {step}: {few}")
+            print0(f"Warning: step {step}: {few}")
             self.warned = True
-        seconds = {f"seconds/{name}": value for name, value in self.seconds.items()}
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
-        speeds = {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
-                  for name, count in dict(sample=self.sampled, update=updated).items()}
-        metrics |= seconds | {"seconds/step": time.monotonic() - self.began} | speeds
+        for name, tokens in dict(sample=self.sampled, update=updated).items():
+            metrics[f"tokens_per_second/{name}"] = tokens / max(seconds[name], 1e-9)
+        took = now() - self.began
+        for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
+            metrics[f"seconds/{name}"] = value
         for name, value in own.items():
             if not isinstance(value, int | float):
                 raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
@@ -252,10 +256,10 @@ class Log:
             for group in self.groups:
                 self.append("votes.jsonl", dict(step=step, **vote_record(group)))
             # the same problems whenever they come up
-            self.groups.sort(key=lambda group: seed_of("watch", group["prompt"].question))
-            for group in self.groups[:self.args.machine.log_texts]:
+            self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
+            for group in self.groups[:self.machine.log_texts]:
                 self.append("samples.jsonl", sample_record(step, group))
-        self._forget()
+        self.begin_step()
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
         """Write scores and verdicts of the policy that has made so many steps: a line of
@@ -265,18 +269,16 @@ class Log:
             self.append("evaluations.jsonl", dict(
                 step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
                 majority=[v["majority"] for v in known]))
-        self.lap("evaluate")
-        seconds = self.seconds.pop("evaluate")
-        self.began += seconds  # the next step's time is without it
-        self._write(step, metrics | {"seconds/evaluate": seconds})
+        took = seconds.pop("evaluate")
+        self.began += took  # the next step's time is without it
+        self._write(step, metrics | {"seconds/evaluate": took})
         self.evaluated.add(step)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the policy that has made so many steps is still to be evaluated."""
-        args = self.args
-        due = step == self.total_steps or args.eval_every and step % args.eval_every == 0
+        due = step == self.total_steps or self.eval_every and step % self.eval_every == 0
         if step == 0:
-            due = args.machine.eval_start
+            due = self.machine.eval_start
         return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:
@@ -361,7 +363,7 @@ def sample_record(step: int, group: dict) -> dict:
             trained=trained, advantage=round(r.advantage, 6) if trained else None, tokens=r.length,
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
-    equal = prompt.classes([prompt.answer, *(r.answer for r in responses)])  # gold, then the answers
+    equal = [group["verdicts"]["gold"], *group["verdicts"]["classes"]]  # gold, then the answers
     return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=rows)
 
@@ -371,16 +373,16 @@ def code_digest(script: Path) -> int:
     """Hash of a run's script, common.py, engine/ and toy/."""
     root = Path(__file__).parent.parent
     files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*"))]
-    return seed_of([file.read_bytes() for file in files if file.is_file()])
+    return stable_hash([file.read_bytes() for file in files if file.is_file()])
 
 
-def describe(args, ranks: int, device) -> dict:
+def describe(options: dict, ranks: int, device) -> dict:
     """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
     done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
                           cwd=Path(__file__).parent, capture_output=True, text=True)
     versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    return dict(script=script_name(), command=sys.argv, args=flat(args), ranks=ranks,
+    return dict(script=script_name(), command=sys.argv, args=options, ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
                 git=done.stdout.strip(), code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

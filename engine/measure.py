@@ -12,8 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from engine.base import Request, UserError, first_line, on_all_ranks, rank_and_ranks, say
+from engine.base import Request, UserError, first_line
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.ranks import on_all_ranks, print0, rank_and_ranks
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",
@@ -43,31 +44,31 @@ def in_float32(model):
     return InFloat32() if model.dtype in HALF else nullcontext()
 
 
-def response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
+def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
     """What the heads and a policy need to know of a response."""
     return SimpleNamespace(prompt_ids=prompt_ids, response_ids=response_ids, length=len(response_ids),
                            mask=None, advantage=0.0, old_logp=None, ref_logp=None)
 
 
-def sequences(model) -> list:
+def probe_responses(model) -> list:
     """Three responses to two prompts that begin alike, of uneven length. Their tokens are from the middle of
     the vocabulary, as special ones are at its ends."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [(vocabulary // 2 + 5 * i) % vocabulary for i in range(24)]
-    return [response(ids[:5], ids[5:12]), response(ids[:5], ids[12:15]),
-            response(ids[:3] + ids[15:17], ids[17:])]
+    return [probe_response(ids[:5], ids[5:12]), probe_response(ids[:5], ids[12:15]),
+            probe_response(ids[:3] + ids[15:17], ids[17:])]
 
 
-def sampled(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
+def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
     """(responses that the sampler makes, its log-probs of their tokens [T])."""
     groups = sampler.generate(requests, 1.0)
     pairs = [(request.prompt_ids, sample) for request, group in zip(requests, groups) for sample in group]
-    return ([response(prompt_ids, sample.response_ids) for prompt_ids, sample in pairs],
+    return ([probe_response(prompt_ids, sample.response_ids) for prompt_ids, sample in pairs],
             torch.cat([sample.logprobs for _, sample in pairs]))
 
 
 @torch.no_grad()
-def values(head, responses: list) -> torch.Tensor:
+def head_logprobs(head, responses: list) -> torch.Tensor:
     """[2, T] log-probs and entropies of the responses' tokens, as this head computes them together."""
     inputs, predict_from = head.rows(responses)
     targets = torch.tensor([token for r in responses for token in r.response_ids])
@@ -75,14 +76,14 @@ def values(head, responses: list) -> torch.Tensor:
         return torch.stack(head(inputs, predict_from, targets, 1.0))
 
 
-def own_values(model, responses: list) -> torch.Tensor:
+def eager_logprobs(model, responses: list) -> torch.Tensor:
     """[2, T] the model's own log-probs and entropies of the responses' tokens.
 
     Raises UserError if it computes none."""
     model.set_attn_implementation("eager")
     head = PlainHead(model)
     try:
-        own = torch.cat([values(head, [r]) for r in responses], 1)
+        own = torch.cat([head_logprobs(head, [r]) for r in responses], 1)
     except Exception as error:
         raise UserError(f"--model: {model.config.model_type} computes no log-probs of a text: "
                         f"{type(error).__name__} {first_line(error)}") from None
@@ -91,21 +92,21 @@ def own_values(model, responses: list) -> torch.Tensor:
     return own
 
 
-def trainer_way(model, plain: bool, packed: bool) -> tuple[type, str]:
+def fastest_exact_implementation(model, plain: bool, packed: bool) -> tuple[type, str]:
     """(head, attention) with which to train: the fastest that computes the model's own values.
 
     plain: without chunks of logits. packed: packed rows may be tried. Raises UserError if none does."""
     heads = [PlainHead] if plain else [ChunkedHead, PlainHead]
     ways = [(PackedHead, "packed")] if packed and not plain else []
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
-    responses = sequences(model)
+    responses = probe_responses(model)
 
     def choose() -> tuple[type, str]:
-        expected = own_values(model, responses)
+        expected = eager_logprobs(model, responses)
 
         def difference(way: tuple[type, str]) -> float:
             model.set_attn_implementation(way[1])
-            return float((values(way[0](model), responses) - expected).abs().mean())
+            return float((head_logprobs(way[0](model), responses) - expected).abs().mean())
 
         return first_that_agrees(model, "the trainer", ways, difference)
 
@@ -125,7 +126,7 @@ def first_that_agrees(model, who: str, ways: list[tuple], difference, advice: st
             failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
             continue
         if found < AGREES and failed:
-            say(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs {failed[0]}")
+            print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs {failed[0]}")
         if found < AGREES:
             return way
         failed.append(f"with {names}: {found:.2g} off")
@@ -138,20 +139,20 @@ def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None
     or with the model's own. Raises UserError if vLLM fails, or if they differ as `check_sampler` forbids.
 
     exact: they are float32, of which none may differ by more than allowed."""
-    requests = [Request(r.prompt_ids, 1, i, 8) for i, r in enumerate(sequences(model))]
+    requests = [Request(r.prompt_ids, 1, i, 8) for i, r in enumerate(probe_responses(model))]
     end = f"--model, which is of the type {model.config.model_type}; give --sampler hf"
 
     def sample() -> tuple[list, torch.Tensor]:
         if policy:
             sampler.sleep()
             sampler.load(policy.named_tensors())
-        return sampled(sampler, requests)
+        return sample_probe(sampler, requests)
 
     responses, logprobs = on_all_ranks(sample, lambda error: f"vLLM does not run {end}. It says: {error}")[0]
     if policy:
         expected = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
     else:
-        own = on_all_ranks(lambda: own_values(model, responses) if rank_and_ranks()[0] == 0 else None)
+        own = on_all_ranks(lambda: eager_logprobs(model, responses) if rank_and_ranks()[0] == 0 else None)
         expected = own[0][0]
     difference = (logprobs - expected).abs()
     largest = float(difference.max())

@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 
-from engine.base import seed_of
+from engine.base import stable_hash
 
 
 def mean(values) -> float:
@@ -15,10 +15,10 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def winner(classes: list[int | None]) -> int | None:
-    """The class of common.majority: of equally frequent ones the first."""
-    ranked = Counter(c for c in classes if c is not None).most_common(1)
-    return ranked[0][0] if ranked else None
+def majority(classes: list[int | None]) -> int | None:
+    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
+    counts = Counter(c for c in classes if c is not None)
+    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 
 def few_answers(responses: list) -> str:
@@ -52,19 +52,21 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 
     With k the number of responses there is one subset, so 0 or 1."""
     if k >= len(classes):
-        return float(winner(classes) in right)
-    draw = random.Random(seed_of("maj", k, classes))
-    return mean(winner(draw.sample(classes, k)) in right for _ in range(subsets))
+        return float(majority(classes) in right)
+    draw = random.Random(stable_hash("maj", k, classes))
+    return mean(majority(draw.sample(classes, k)) in right for _ in range(subsets))
 
 
 def grade(problem, responses: list) -> dict:
-    """Verdicts of one problem's responses against its gold answer; right: the classes that are. answer: the
-    most frequent, as it was first written (None: no response has one); majority: whether it is right."""
-    classes = problem.classes([r.answer for r in responses])
-    right = {c for c in set(classes) - {None} if problem.is_right(responses[classes.index(c)].answer)}
+    """Verdicts of one problem's responses against its gold answer; gold: its class, right: the classes that
+    are. answer: the most frequent, as it was first written (None: no response has one); majority: whether it
+    is right."""
+    found = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
+    classes, golds = found[:len(responses)], found[len(responses):]
+    winner, right = majority(classes), set(golds) & set(classes) - {None}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
-                right=right, majority=winner(classes) in right,
-                answer=responses[classes.index(winner(classes))].answer, length=[r.length for r in responses],
+                gold=golds[0], right=right, majority=winner in right,
+                answer=responses[classes.index(winner)].answer, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
                 distinct=len({r.text for r in responses}) / len(responses))

@@ -1,24 +1,20 @@
-"""Options: allowed ranges, the machine's, the command line, and how a script starts and ends."""
+"""Options: allowed ranges, those that no paper sets, the command line."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import signal
 import sys
-import time
+from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.base import UserError, all_gather, distributed, rank_and_ranks, say
+from engine.base import UserError, read_run, script_name
 from engine.builtin import SMOLLM2, TOY
+from engine.ranks import print0
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -50,7 +46,8 @@ class Machine:
     tensor_parallel: Count = 1
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
     max_logp_diff: NonNegative = 1e-3
-    """The run stops if sampler and trainer log-probs of a token differ by more (bf16: see check_sampler)."""
+    """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
+    limits are 0.05 (a warning) and 0.5 on average."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False
@@ -68,11 +65,11 @@ class Machine:
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
-    """Off: the initial model is not evaluated, so a short run is shorter."""
+    """Evaluate the initial model."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
-    """Continue from the latest good checkpoint in --out (any number of ranks)."""
+    """Continue from the newest checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
     """Steps between checkpoints. One is also written before an evaluation, and on SIGTERM or Ctrl-C after the
     step (torchrun kills after 30 s: give it a longer --shutdown-timeout). 0: only on a signal."""
@@ -88,12 +85,23 @@ class Machine:
     """Run Python code that comes with the model. Off unless you trust its author."""
 
 
-def flat(args) -> dict:
+def has_vllm() -> bool:
+    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
+    return util.find_spec("vllm") is not None
+
+
+def uses_vllm(machine: Machine) -> bool:
+    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
+    auto = machine.sampler == "auto" and not machine.plain
+    return machine.sampler == "vllm" or auto and (machine.plan or has_vllm())
+
+
+def options_dict(args) -> dict:
     """All options by name, the machine's among them."""
     return {name: value for name, value in vars(args).items() if name != "machine"} | vars(args.machine)
 
 
-def with_values(args_class: type, values: dict):
+def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
@@ -123,11 +131,11 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if getattr(getattr(args, "machine", None), "resume", False):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):
-        args = read_flags(args_class, default=with_values(args_class, overrides), description=description)
+        args = read_flags(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        given = flat(args) if hasattr(args, "machine") else vars(args)
+        given = options_dict(args) if hasattr(args, "machine") else vars(args)
         shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
-        say(f"{which} with these overrides of the paper's values:\n  {shown}")
+        print0(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
 
@@ -162,10 +170,10 @@ def parse_resumed(args_class: type, args, description: str):
     names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
     known = {name: value for name, value in run["args"].items() if name in names}
     known["trust_remote_code"] = False  # never taken from a folder
-    if bad := out_of_range(with_values(args_class, known)):
+    if bad := out_of_range(make_args(args_class, known)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = read_flags(args_class, default=with_values(args_class, known), description=description)
-    for name, value in flat(args).items():
+    args = read_flags(args_class, default=make_args(args_class, known), description=description)
+    for name, value in options_dict(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
@@ -173,61 +181,5 @@ def parse_resumed(args_class: type, args, description: str):
             raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
         jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
-        say(f"Resuming with another --{name}: {value} (was {was}){jump}")
+        print0(f"Resuming with another --{name}: {value} (was {was}){jump}")
     return args
-
-
-def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
-    path = folder / "run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
-    except Exception as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
-                        "continue.") from None
-
-
-def script_name() -> str:
-    """The name that run folders and run.json know a script by: ttrl.py is ttrl."""
-    return Path(sys.argv[0]).stem
-
-
-# ---------------------------------------------------- start and end -----------------------------------------
-@record  # torchrun shows the traceback of the first rank that fails
-def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
-    """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
-
-    Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
-    try:
-        main(parse(args_class, toy, smollm2))
-    except UserError as error:
-        rank, _ = rank_and_ranks()
-        if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
-        print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
-        leave(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
-                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
-                       "takes it; --resume continues from the newest checkpoint.")
-        raise
-    if distributed() and "vllm" not in sys.modules:
-        # Exit together: a rank that is torn down while another is still in a collective can crash it.
-        all_gather(None)
-        dist.destroy_process_group()
-        leave(0)
-
-
-at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
-
-
-def leave(code: int) -> None:
-    """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
-    for close in at_exit:
-        close(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line, rank_and_ranks, say
+from engine.base import UserError, first_line
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
-from engine.vllm_sampler import uses_vllm
+from engine.options import uses_vllm
+from engine.ranks import print0, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
@@ -49,7 +50,7 @@ class Plan:
 
         q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those of
         embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
-        self.args, self.machine = args, args.machine
+        self.args, self.machine, self.vllm = args, args.machine, uses_vllm(args.machine)
         self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not self.machine.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
@@ -96,7 +97,7 @@ class Plan:
                   "gradient of the head": 2 * c * head}
         sampler = dict(sampling=m.gpu_memory * self.gpu, vote=ASLEEP, update=ASLEEP,
                        sync=ASLEEP + c * self.weights / m.tensor_parallel)
-        if not uses_vllm(a):  # it never sleeps
+        if not self.vllm:  # it never sleeps
             sampler = dict.fromkeys(sampler, c * self.weights) | dict(sampling=c * self.weights + WORKSPACE)
         phases = dict(sampling={}, vote=self.own, update=update, sync={"gathered weights": 2 * c * head})
         if not self.own:
@@ -117,7 +118,7 @@ class Plan:
         for phase, parts in self.phases().items():
             if sum(parts.values()) > usable:
                 return phase
-        return "cache" if uses_vllm(self.args) and not self.cached(self.machine.tensor_parallel)[0] else ""
+        return "cache" if self.vllm and not self.cached(self.machine.tensor_parallel)[0] else ""
 
     def verdict(self) -> str:
         """One sentence: it fits, or what does not and what may help."""
@@ -136,7 +137,7 @@ class Plan:
         possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
         enough = [n for n in possible if 2 * self.cached(n)[0] >= self.cached(n)[1]]
         best = min(enough, default=max(possible, default=now))
-        if not uses_vllm(self.args) or best == now:
+        if not self.vllm or best == now:
             return ""
         (room, given), (more, of) = self.cached(now), self.cached(best)
         return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and some are computed "
@@ -182,7 +183,7 @@ class Plan:
             if name not in self.own:
                 lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
         room, given = self.cached(self.machine.tensor_parallel)
-        if uses_vllm(self.args):
+        if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
                          f"{given:,}.")
         lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens), activations are "
@@ -232,23 +233,23 @@ def plan_of(args, config) -> Plan:
 def show(args, config) -> None:
     """Print the table on rank 0 and exit, with code 0 if the run fits, else 1."""
     plan = plan_of(args, config)
-    say(plan.table())
+    print0(plan.table())
     sys.exit(1 if plan.misfit() else 0)
 
 
-def settle(args, config, device) -> dict:
-    """Policy's micro_tokens and gradient_checkpointing of a run here: what --micro_tokens 0 and
-    --gradient_checkpointing auto mean. On a GPU the plan decides, and warns of what may not fit."""
+def choose_memory_settings(args, config, device) -> dict:
+    """Choose Policy's micro_tokens and gradient_checkpointing for a run here, where --micro_tokens is 0 or
+    --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
     if device.type == "cuda":
         try:
             plan = plan_of(args, config)
         except UserError as error:
-            say(f"Warning: {error}")
+            print0(f"Warning: {error}")
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
             fits = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
             for warning in filter(None, [*fits, plan.cache_advice(), *plan.shortages()]):
-                say(f"Warning: {warning}")
+                print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

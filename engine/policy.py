@@ -13,14 +13,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, rank_and_ranks
+from engine.base import timed
 from engine.logprobs import PackedHead
-from engine.measure import trainer_way
-from engine.tokenizer import generation_config
-
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py packs, hf_sampler.py decodes
+from engine.measure import fastest_exact_implementation
+from engine.models import PACKED
+from engine.ranks import all_gather, distributed, on_all_ranks, rank_and_ranks
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -43,13 +41,14 @@ def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[in
             parts.setdefault(rounds * done // sum(lengths), []).append(i)
             done += lengths[i]
         for part in parts.values():
-            micros, sizes = deal(part, prompts, responses, groups, ranks, padding)
+            micros, sizes = balance_over_ranks(part, prompts, responses, groups, ranks, padding)
             plan.append(micros)
             largest = max(largest, *sizes)
     return [list(micros) for micros in zip(*plan)]
 
 
-def deal(part: list[int], prompts, responses, groups, ranks: int, padding: float) -> tuple[list, list]:
+def balance_over_ranks(part: list[int], prompts, responses, groups, ranks: int,
+                       padding: float) -> tuple[list, list]:
     """(micro-batches, sizes) of a round: each response, the longest first, goes to the rank where it makes
     the smallest micro-batch."""
     micros, sizes = [[] for _ in range(ranks)], [0.0] * ranks
@@ -100,16 +99,17 @@ class Policy:
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
-                 way: tuple[type, str] | None = None, adapt=None):
+                 implementation: tuple[type, str] | None = None, adapt=None):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
-        way: see trainer_way, which measures it if it is not given. adapt: see startup.start."""
+        implementation: (head, attention), measured if not given. adapt: see startup.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
         self.model, text = model, model.config.get_text_config()
         model.eval()  # dropout would make the sampler and the trainer two different policies
         window = getattr(text, "sliding_window", None) or math.inf
         packed = text.model_type in PACKED and max_length <= window
-        self.way = head, attention = way or trainer_way(model, plain, packed)
+        self.implementation = implementation or fastest_exact_implementation(model, plain, packed)
+        head, attention = self.implementation
         self.packed = head is PackedHead
         model.set_attn_implementation(attention)
         self.head = head(model).requires_grad_(trainable).eval()
@@ -193,6 +193,7 @@ class Policy:
         for response, (logp_T, _) in zip(responses, self.score(responses, temperature)):
             response.ref_logp = logp_T
 
+    @timed("score")
     @torch.no_grad()
     def score(self, responses: list, temperature: float, *statistics) -> list[tuple]:
         """(log-probs, entropies in nats, statistics ...) of every response, [T] each; the ranks share them.
@@ -272,21 +273,3 @@ def check_batch(train: list) -> None:
     advantages = torch.tensor([r.advantage for r in train])
     if not all(torch.allclose(advantages, others, rtol=1e-4) for others in all_gather(advantages)):
         raise ValueError(DIFFERENT.format("advantages"))
-
-
-# ------------------------------------------------------- loading --------------------------------------------
-def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
-    """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            generation_config=GenerationConfig())  # transformers refuses to save what some models come with
-        model.own_generation_config = generation_config(path)
-    except Exception as error:
-        raise UserError(f"--model is '{path}', but its weights cannot be read: "
-                        f"{type(error).__name__} {first_line(error)}") from None
-    if wrong := sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]):
-        raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
-                        f"shape, among them {', '.join(wrong[:3])}; they would be random.")
-    return model

@@ -6,34 +6,34 @@ import json
 import re
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 import yaml
 from transformers import AutoTokenizer
-from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, say
+from engine.base import UserError, first_line
 from engine.data import read_template
+from engine.models import generation_config
+from engine.ranks import print0
 
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 
 
-def read_tokenizer(path: str, config, args):
+def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trust_remote_code: bool = False):
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.machine.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         own = json.loads(generation_config(path) or "{}").get("eos_token_id")
     except Exception as error:
         raise UserError(f"{wrong}but its tokenizer or generation_config.json cannot be read: "
                         f"{first_line(error)}") from None
-    chat = read_template(args.prompt)[0][0]
+    chat = read_template(prompt)[0][0]
     if chat and not tokenizer.chat_template:
-        raise UserError(f"--prompt is '{args.prompt}', but the tokenizer of {path} has no chat template; "
+        raise UserError(f"--prompt is '{prompt}', but the tokenizer of {path} has no chat template; "
                         "give --prompt plain.")
     template = str(tokenizer.chat_template) if chat else ""
-    variables = read_variables(args.machine.template_vars)
+    variables = read_variables(template_vars)
     if unknown := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise UserError(f"--template_vars sets '{unknown[0]}', but no chat template that is used here has a "
                         "variable of that name.")
@@ -49,8 +49,8 @@ def read_tokenizer(path: str, config, args):
     ends = [i for i in end_of_turn(tokenizer) if i < known] if chat else []
     if ends and not set(ends) & set(stop):
         stop.append(ends[0])
-        say(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so this "
-            "token ends a response, too.")
+        print0(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so "
+               "this token ends a response, too.")
     return tokenizer, sorted(set(stop))
 
 
@@ -65,13 +65,6 @@ def read_variables(text: str) -> dict:
         raise UserError(f"--template_vars is '{text}', but must be NAME=VALUE,NAME=VALUE or a JSON object "
                         f"({first_line(error)}).") from None
     return variables
-
-
-def generation_config(path: str) -> bytes | None:
-    """A model's generation_config.json; None if it has none."""
-    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False,
-                       _raise_exceptions_for_connection_errors=False)
-    return Path(file).read_bytes() if file else None
 
 
 def end_of_turn(tokenizer) -> list[int]:

@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import util
 from itertools import chain, groupby
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine.base import Request, Sample, UserError
-from engine.policy import load_model
+from engine.base import Request, Sample, UserError, timed
+from engine.models import load_model
 
 
-def has_vllm() -> bool:
-    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
-    return util.find_spec("vllm") is not None
-
-
-def uses_vllm(args) -> bool:
-    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
-    auto = args.machine.sampler == "auto" and not args.machine.plain
-    return args.machine.sampler == "vllm" or auto and (args.machine.plan or has_vllm())
-
-
-def vllm_options(args, cuda: bool) -> dict:
+def vllm_options(machine, max_length: int, cuda: bool) -> dict:
     """vLLM's options for speed and safety, on a GPU or on a CPU."""
     if cuda:
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
         # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
-        options = dict(gpu_memory_utilization=args.machine.gpu_memory, enable_sleep_mode=True,
-                       disable_custom_all_reduce=args.machine.tensor_parallel > 1)
+        options = dict(gpu_memory_utilization=machine.gpu_memory, enable_sleep_mode=True,
+                       disable_custom_all_reduce=machine.tensor_parallel > 1)
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
         options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
-                       max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_new_tokens),
+                       max_num_batched_tokens=max(8192, max_length),
                        kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
     if "RANK" in os.environ:  # under torchrun: every rank calls its engine
         options["distributed_executor_backend"] = "external_launcher"
@@ -51,32 +39,34 @@ class VLLMSampler:
 
     dummy: it starts with random weights and reads no checkpoint; `load` must come before `generate`."""
 
-    def __init__(self, args, model: str, stop_ids: list[int], device, dtype, dummy: bool = False):
+    def __init__(self, model: str, stop_ids: list[int], device, dtype, seed: int, machine, max_length: int,
+                 dummy: bool = False):
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
-        length = args.max_prompt_tokens + args.max_new_tokens
         threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-        trust = args.machine.trust_remote_code
-        self.model = load_model(model, trust)  # memory-mapped; for the names of its weights and its buffers
-        makers = {kind: kind.__init__ for kind in map(type, self.model.modules())}
+        # memory-mapped; for the names of its weights and its buffers
+        self.model = load_model(model, machine.trust_remote_code)
+        original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
         from vllm import LLM  # only now: it replaces some of transformers' configs
         try:
             self.llm = LLM(
-                model, dtype=str(dtype).removeprefix("torch."), seed=args.seed, max_model_len=length,
+                model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
                 enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                trust_remote_code=trust, load_format="dummy" if dummy else "auto",
-                tensor_parallel_size=args.machine.tensor_parallel, **vllm_options(args, self.cuda))
+                trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
+                tensor_parallel_size=machine.tensor_parallel,
+                **vllm_options(machine, max_length, self.cuda))
         except Exception as error:
             raise UserError(f"vLLM does not start with --model, which is of the type "
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
                             f"{' '.join(str(error).split())[:200]}") from None
         finally:
-            for kind, maker in makers.items():
-                if kind.__init__ is not maker:  # vLLM made it its own, but the trainer has models of it, too
-                    kind.__init__, kind.do_not_compile = maker, True
+            for kind, original_init in original_inits.items():
+                if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
+                    kind.__init__, kind.do_not_compile = original_init, True
         # the CPU engine replaces set_num_threads with a stub and may change their number
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
 
+    @timed("sync")
     def load(self, named_tensors) -> None:
         """Stream new weights into the engine, not over the disk, then drop what the prefix cache knows.
 

@@ -27,10 +27,11 @@ import torch
 
 import common
 from common import Rollout
-from engine import builtin, options
+from engine import builtin, options, process
 from engine.base import Sample
 from engine.log import read_metrics
-from engine.policy import Policy, load_model
+from engine.models import load_model
+from engine.policy import Policy
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -88,7 +89,7 @@ def launched_with(module) -> dict:
 def toy_args(module, **overrides):
     """A script's arguments on the toy with a small budget."""
     values = toy_of(module) | SMALL | SMALL_OF.get(module.__name__, {}) | overrides
-    return options.with_values(module.Args, values)
+    return options.make_args(module.Args, values)
 
 
 @contextlib.contextmanager
@@ -121,11 +122,11 @@ def launch(monkeypatch, capfd):
         arguments = [f"--{name}={value}" for name, value in flags.items() if value is not True]
         arguments += [f"--{name}" for name, value in flags.items() if value is True]
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
-        monkeypatch.setattr(options, "leave", leave)
+        monkeypatch.setattr(process, "leave", leave)
         code = 0
         with signal_handlers_kept():
             try:
-                options.launch(module.main, module.Args, toy)
+                process.launch(module.main, module.Args, toy)
             except SystemExit as ended:
                 code = ended.code
         return code, *capfd.readouterr()
@@ -281,7 +282,8 @@ class Watched:
         if self.script == "dynamic_rl":
             verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
             instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))
-        cpu = mock.patch("engine.startup.start_processes", return_value=torch.device("cpu"))
+        types = dict(bfloat16=torch.bfloat16).get(self.flags.get("dtype"), torch.float32)
+        cpu = mock.patch("common.start_processes", lambda *flags, **options: (torch.device("cpu"), types))
         clip = mock.patch("torch.nn.utils.clip_grad_norm_", self._clip)
         kept = {name: getattr(common, name) for name in VERBS}  # spies and faults end with the run
         try:

@@ -11,10 +11,9 @@ from engine import logprobs, measure
 from engine.base import Request, Sample, UserError
 from engine.hf_sampler import HFSampler
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
-from engine.options import with_values
+from engine.models import load_model, read_config
+from engine.options import make_args
 from engine import plan
-from engine.policy import load_model
-from engine.startup import read_config
 from tools import architectures
 
 CPU = torch.device("cpu")
@@ -44,9 +43,9 @@ def folder_of(tmp_path_factory):
     ("mamba", ChunkedHead, "eager"), ("qwen3_5_text", ChunkedHead, "sdpa")])
 def test_a_type_is_trained_in_the_fastest_way_that_is_its_own(folder_of, kind, head, attention, capsys):
     policy = make_policy(folder_of(kind))
-    assert policy.way == (head, attention)
+    assert policy.implementation == (head, attention)
     said = f"{kind}: the trainer uses" in capsys.readouterr().out
-    assert said == (policy.way not in [(PackedHead, "packed"), (ChunkedHead, "sdpa")])
+    assert said == (policy.implementation not in [(PackedHead, "packed"), (ChunkedHead, "sdpa")])
     assert float(architectures.from_eager(folder_of(kind))) < 1e-4
 
 
@@ -56,10 +55,12 @@ def test_weights_of_16_bits_are_measured_as_float32(folder_of, tmp_path, dtype):
     for kind, head in (("qwen2", PackedHead), ("olmo2", ChunkedHead), ("gemma2", PlainHead)):
         load_model(str(folder_of(kind))).to(dtype).save_pretrained(tmp_path / kind)
         model = load_model(str(tmp_path / kind))
-        assert model.dtype == dtype and measure.trainer_way(model, False, kind == "qwen2")[0] is head
-        own = measure.own_values(model, measure.sequences(model))
+        found = measure.fastest_exact_implementation(model, False, kind == "qwen2")
+        assert model.dtype == dtype and found[0] is head
+        own = measure.eager_logprobs(model, measure.probe_responses(model))
         assert own.dtype == torch.float32
-        assert torch.allclose(own, measure.own_values(model.float(), measure.sequences(model)), atol=1e-5)
+        again = measure.eager_logprobs(model.float(), measure.probe_responses(model))
+        assert torch.allclose(own, again, atol=1e-5)
 
 
 def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
@@ -69,10 +70,10 @@ def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
 
     right = logprobs.packed_attention
     monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "packed", wrong)
-    assert make_policy(folder_of("qwen2")).way == (ChunkedHead, "sdpa")
+    assert make_policy(folder_of("qwen2")).implementation == (ChunkedHead, "sdpa")
     assert "log-probs with packed rows and packed attention: 0.0" in capsys.readouterr().out
     monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "sdpa", wrong)
-    assert make_policy(folder_of("qwen2")).way == (ChunkedHead, "eager")
+    assert make_policy(folder_of("qwen2")).implementation == (ChunkedHead, "eager")
 
 
 def test_a_type_that_no_way_computes_is_one_sentence(folder_of, monkeypatch):
@@ -93,8 +94,8 @@ def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
     hf, vocabulary = HFSampler(str(folder_of(kind)), [2], CPU, torch.float32), range(30, 600, 7)
     prompts = [list(vocabulary)[:12], [31, 33], list(vocabulary)[20:27], [40] * 5]
     requests = [Request(prompt, 3, i, 4 + 5 * i) for i, prompt in enumerate(prompts)]
-    responses, found = measure.sampled(hf, requests)
-    own = measure.own_values(load_model(str(folder_of(kind))).eval(), responses)[0]
+    responses, found = measure.sample_probe(hf, requests)
+    own = measure.eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
     assert (found - own).abs().max() < 1e-3
     alone = [hf.generate([request], 1.0)[0] for request in requests]
     assert [r.response_ids for r in responses] == [r.response_ids for group in alone for r in group]
@@ -118,8 +119,8 @@ def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, mo
     monkeypatch.setattr(type(model), "forward", forward)
     hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
     assert not hf.together and "uses one-token attention and one prompt at a time" in capsys.readouterr().out
-    responses, found = measure.sampled(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
-    assert (found - measure.own_values(model.eval(), responses)[0]).abs().max() < 1e-4
+    responses, found = measure.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
+    assert (found - measure.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
 
 
 def test_a_cache_is_measured(folder_of):
@@ -205,23 +206,23 @@ def test_longrope_beyond_its_first_length_is_refused(tmp_path):
     rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
     tiny_model("Phi3", tmp_path, max_position_embeddings=1024, original_max_position_embeddings=256,
                rope_parameters=rope)
-    read_config(str(tmp_path), with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=128)))
+    read_config(str(tmp_path), 128, 128)
     with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
-        read_config(str(tmp_path), with_values(ttrl.Args, dict(max_prompt_tokens=128, max_new_tokens=129)))
+        read_config(str(tmp_path), 128, 129)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text"])
 def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder_of, kind, capsys):
     options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
-    config = read_config(str(folder_of(kind)), with_values(ttrl.Args, options))
+    config = read_config(str(folder_of(kind)), 64, 64)
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
-        plan.show(with_values(ttrl.Args, options | dict(plan=True)), config)
-    memory = plan.settle(with_values(ttrl.Args, options), config, torch.device("cuda"))
+        plan.show(make_args(ttrl.Args, options | dict(plan=True)), config)
+    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, torch.device("cuda"))
     assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
     assert f"Warning: --model is of the type {kind}, of which --plan does not know" in capsys.readouterr().out
 
 
-def test_the_page_lacks_a_type_or_has_a_traceback():
+def test_the_page_has_every_type_and_no_traceback():
     page = (ROOT / "docs/architectures.md").read_text()
     rows = re.findall(r"^\| (\w+) \| (.+) \|$", page, re.MULTILINE)[1:]
     assert [kind for kind, _ in rows] == list(architectures.TYPES)

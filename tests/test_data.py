@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from engine import data
 from engine.base import UserError
-from common import Problem
 from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
@@ -27,14 +26,14 @@ def write(path, rows):
 
 
 def questions_and_answers(name, **options):
-    return [(p.question, p.answer) for p in load_problems(Problem, str(name), **options)]
+    return [(p.question, p.answer) for p in load_problems(str(name), **options)]
 
 
 # ------------------------------------------------- files -------------------------------------------------
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
-def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
+def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     file = write(tmp_path / name, [*ROWS, ROWS[0]])
-    problems = load_problems(Problem, file)
+    problems = load_problems(file)
     assert [(p.question, p.answer, p.id) for p in problems] == [
         (f"What is {i} + {i}?", str(2 * i), i - 1) for i in range(1, 5)]
     assert all(str(p.row["answer"]) == p.answer and p.row["problem"] == p.question for p in problems)
@@ -47,7 +46,7 @@ def test_kinds_of_files_give_different_problems(tmp_path, name, capsys):
     ('{"problem": "p\u2028q\x85r"}\n', ("p\u2028q\x85r", None)),
     ('\ufeff{"problem": "p", "answer": 1}', ("p", "1")),
     ('{"problem": "p", "answer": "007"}', ("p", "007"))])
-def test_lines_are_not_read_as_they_are_written(tmp_path, content, problem):
+def test_lines_are_read_as_they_are_written(tmp_path, content, problem):
     """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / "a.jsonl").write_bytes(content.encode())
     assert questions_and_answers(tmp_path / "a.jsonl") == [problem]
@@ -84,7 +83,7 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
     name, content, words = BAD_FILES[fault]
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as error:
-        load_problems(Problem, str(tmp_path / name))
+        load_problems(str(tmp_path / name))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert str(tmp_path / name) in str(error.value)
 
@@ -94,7 +93,7 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
 def test_a_missing_file_is_not_looked_for_on_the_hub(name, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^there is no file .*no"):
-        load_problems(Problem, name)
+        load_problems(name)
     assert not hub.calls
 
 
@@ -129,10 +128,10 @@ def test_folders_are_read_by_datasets(tmp_path):
         assert questions_and_answers(tmp_path / folder) == expected
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=f"^{tmp_path}/nothing cannot be read: The directory at"):
-        load_problems(Problem, str(tmp_path / "nothing"))
+        load_problems(str(tmp_path / "nothing"))
     datasets.Dataset.from_dict({"problem": []}).to_parquet(tmp_path / "none.parquet")
     with pytest.raises(UserError, match="none.parquet holds no problems"):
-        load_problems(Problem, str(tmp_path / "none.parquet"))
+        load_problems(str(tmp_path / "none.parquet"))
 
 
 # ------------------------------------------------ columns ------------------------------------------------
@@ -150,17 +149,17 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"problem": "q", "answer": 0}, "0"),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
 ])
-def test_a_usual_column_is_not_found(tmp_path, row, answer):
-    problem, = load_problems(Problem, write(tmp_path / "a.jsonl", [row]))
+def test_a_usual_column_is_found(tmp_path, row, answer):
+    problem, = load_problems(write(tmp_path / "a.jsonl", [row]))
     assert problem.question == "q" and problem.answer == answer
     assert not problem.choices and problem.row.keys() == row.keys()
 
 
-def test_named_columns_are_not_read(tmp_path):
+def test_named_columns_are_read(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"x": "q", "y": 1, "question": "no", "answer": 2}])
     assert questions_and_answers(file, question_field="x", answer_field="y") == [("q", "1")]
     with pytest.raises(UserError, match=r"row 1 has no column 'z' \(columns: x, y, question, answer\)"):
-        load_problems(Problem, file, "x", "z")
+        load_problems(file, "x", "z")
 
 
 @pytest.mark.parametrize("rows, expected", [
@@ -203,9 +202,9 @@ def test_a_chat_is_taken_as_it_is_or_refused_with_its_row(name, column, tmp_path
     file = write(tmp_path / "a.jsonl", [{column: "p", "answer": 1}, {column: chat, "answer": 2}])
     if before is None:
         with pytest.raises(UserError, match=f"a.jsonl, row 2: column '{column}' holds no text, nor a l"):
-            load_problems(Problem, file)
+            load_problems(file)
         return
-    first, second = load_problems(Problem, file)
+    first, second = load_problems(file)
     assert (second.question, second.answer) == ("[1, 2] q" if before == () else "q", "2")
     assert second.before == list(before) and first.before == []
 
@@ -213,7 +212,7 @@ def test_a_chat_is_taken_as_it_is_or_refused_with_its_row(name, column, tmp_path
 def test_turns_of_the_data_replace_those_of_the_prompt(tokenizer, tmp_path, capsys):
     chats = [[USER], [*EARLIER, USER], [SYSTEM_TURN, *EARLIER, USER], [SYSTEM_TURN, *EARLIER, USER]]
     file = write(tmp_path / "a.parquet", [{"messages": chat, "answer": 1} for chat in chats])
-    problems = load_problems(Problem, file)
+    problems = load_problems(file)
     printed = capsys.readouterr().out
     assert "3 problems" in printed
     assert "column 'messages', 2 with earlier turns, which replace those of --prompt, answer col" in printed
@@ -231,11 +230,10 @@ def test_turns_of_the_data_replace_those_of_the_prompt(tokenizer, tmp_path, caps
     assert "Say {question}." in tokenizer.decode(braces)  # the data's text is no template
 
 
-def test_choices_of_gpqa_have_another_order(tmp_path):
-    """Then so do those of every multiple-choice benchmark."""
+def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
              "Incorrect Answer 2": 3, "Incorrect Answer 3": "c\n"} for i in range(40)]
-    problems = load_problems(Problem, write(tmp_path / "g.jsonl", gpqa))
+    problems = load_problems(write(tmp_path / "g.jsonl", gpqa))
     assert problems[0].question == "What 0? \n\nA. c\nB. a\nC. right\nD. 3" and problems[0].answer == "C"
     assert {p.answer for p in problems} == set("ABCD") and all(p.choices == 4 for p in problems)
     assert all(f"{p.answer}. right" in p.question for p in problems)
@@ -246,7 +244,7 @@ def test_choices_of_gpqa_have_another_order(tmp_path):
     ({"options": list("tuvwxyz"), "answer": "B"}, "q\n\nA. v\nB. y\nC. t\nD. z\nE. w\nF. u\nG. x", "F"),
     ({"options": [], "answer": 3}, "q", "3"),
 ])
-def test_options_are_lost_or_in_another_order(tmp_path, row, question, answer):
+def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer):
     file = write(tmp_path / "a.jsonl", [{"question": "q"} | row])
     assert questions_and_answers(file) == [(question, answer)]
 
@@ -276,19 +274,19 @@ def rows_of(name, count):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_the_columns_of_a_benchmark_are_not_read_or_a_problem_is_kept_twice(name, hub):
+def test_the_columns_of_a_benchmark_are_read_and_no_problem_is_kept_twice(name, hub):
     hub.rows = 3 * rows_of(name, 4)
-    problems = load_problems(Problem, name)
+    problems = load_problems(name)
     assert len(problems) == 4 and all(p.answer for p in problems)
 
 
-def test_other_subjects_or_splits_than_the_tables_are_read(hub):
+def test_only_the_tables_subjects_and_splits_are_read(hub):
     hub.rows = rows_of("math_train", 3)
-    load_problems(Problem, "math_train")
+    load_problems("math_train")
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
     hub.calls, hub.rows = [], rows_of("mmlu_stem", 4)
     hub.rows[3]["subject"] = "anatomy"
-    assert len(load_problems(Problem, "mmlu_stem")) == 3
+    assert len(load_problems("mmlu_stem")) == 3
     assert hub.calls == [("cais/mmlu", "all", "test")]
     assert len(set(STEM)) == 18 and "anatomy" not in STEM
 
@@ -299,20 +297,20 @@ def test_other_subjects_or_splits_than_the_tables_are_read(hub):
     ("o/n@v1.0", ("o/n", None, None, "v1.0")), ("owner/name:a:b@c/d", ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, call, hub):
     hub.rows = rows_of("math500", 2)
-    assert len(load_problems(Problem, name)) == 2 and hub.calls == [call]
+    assert len(load_problems(name)) == 2 and hub.calls == [call]
 
 
 def test_a_benchmark_wins_over_a_folder_of_its_name(hub, tmp_path, monkeypatch):
     (tmp_path / "aime24").mkdir()
     monkeypatch.chdir(tmp_path)
     hub.rows = rows_of("aime24", 2)
-    assert len(load_problems(Problem, "aime24")) == 2 and hub.calls
+    assert len(load_problems("aime24")) == 2 and hub.calls
 
 
 def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
     """There is no Hub here: what `datasets` says of configs and splits comes from a folder with two."""
     with pytest.raises(UserError, match="^owner/name cannot be read .no network, gated, or no such"):
-        load_problems(Problem, "owner/name")
+        load_problems("owner/name")
     for config in ("main", "other"):
         datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / f"{config}/a.parquet")
     configs = [f"- config_name: {name}\n  data_files: {name}/*.parquet\n" for name in ("main", "other")]
@@ -324,16 +322,16 @@ def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
                         "o/n:no": "BuilderConfig 'no' not found. Available: .'main', 'other'.",
                         "o/n:main:dev": "Unknown split \"dev\". Should be one of .'train'."}.items():
         with pytest.raises(UserError, match=f"^{name} cannot be read: {words}") as error:
-            load_problems(Problem, name)
+            load_problems(name)
         assert "\n" not in str(error.value) and "network" not in str(error.value)
-    assert len(load_problems(Problem, "o/n:main")) == 4
+    assert len(load_problems("o/n:main")) == 4
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "a:b", "owner/name/more:x:y:z", "@v1", "/:x"])
 def test_what_is_no_name_is_one_sentence(name, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^(unknown data set '.*': known are math500|there is no file)"):
-        load_problems(Problem, name)
+        load_problems(name)
     assert not hub.calls
 
 
@@ -355,7 +353,7 @@ def tokenizer():
     return toy_tokenizer()
 
 
-def test_the_prompt_is_not_the_chat_templates(tokenizer):
+def test_the_prompt_is_the_chat_templates(tokenizer):
     def own(*turns):
         turns = [{"role": role, "content": content} for role, content in turns]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -374,7 +372,7 @@ def test_the_prompt_is_not_the_chat_templates(tokenizer):
 TURNS = "[system]\nBox it.\n[user]\n1+1?\n[assistant]\n\\boxed{2}\n\n[user]\nNow: {question}\n"
 
 
-def test_turns_or_text_of_a_template_file_are_lost(tokenizer, tmp_path):
+def test_turns_and_text_of_a_template_file_are_kept(tokenizer, tmp_path):
     file = tmp_path / "template.txt"
     for text, expected in {
             TURNS: "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
@@ -406,7 +404,7 @@ def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text):
 @pytest.mark.parametrize("template, turns, words", [
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
-def test_a_chat_template_loses_a_turn_in_silence_or_fails(template, turns, words, tmp_path):
+def test_a_chat_template_that_loses_a_turn_or_fails_is_one_sentence(template, turns, words, tmp_path):
     file = tmp_path / "template.txt"
     file.write_text(turns)
     tokenizer = toy_tokenizer(template)
@@ -417,7 +415,7 @@ def test_a_chat_template_loses_a_turn_in_silence_or_fails(template, turns, words
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 
-def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
+def test_a_prompt_has_the_tokenizers_first_token_once(tokenizer):
     from tokenizers.processors import TemplateProcessing
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -428,7 +426,7 @@ def test_a_prompt_has_the_tokenizers_first_token_twice(tokenizer):
 
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])
-def test_without_a_system_role_the_instruction_is_lost(template):
+def test_without_a_system_role_the_instruction_is_in_the_user_turn(template):
     tokenizer = toy_tokenizer(template)
     suffix = tokenizer.decode(encode_prompt(tokenizer, "1+1?", "suffix"))
     text = tokenizer.decode(encode_prompt(tokenizer, "1+1?"))

@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
 import ttrl
-from engine import builtin, options, startup
+from engine import builtin, options, process
 from engine.base import UserError
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
@@ -21,7 +21,7 @@ from engine.base import UserError
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        startup.start_processes(bf16=True)
+        process.start_processes(dtype="bfloat16")
         try:
             yield
         finally:
@@ -79,7 +79,7 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="--nproc-per-node asks for more processes than the 4 GPU.s. here."):
-        startup.start_processes()
+        process.start_processes()
 
 
 @pytest.mark.parametrize("flags, hidden, refused", [
@@ -93,7 +93,7 @@ def test_a_torch_for_gpus_that_sees_none_is_one_sentence(monkeypatch, flags, hid
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    errors = "".join(options.with_values(ttrl.Args, flags).errors())
+    errors = "".join(options.make_args(ttrl.Args, flags).errors())
     assert ("this torch is built for CUDA 13.0, but it sees no GPU: " in errors) == bool(errors) == refused
 
 
@@ -116,7 +116,7 @@ def test_a_gpu_without_bfloat16_is_one_sentence(monkeypatch, capability, dtype, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     sentence = "--dtype is 'auto', but must be float32: this GPU has no bfloat16."
-    assert (sentence in options.with_values(ttrl.Args, dict(dtype=dtype)).errors()) == refused
+    assert (sentence in options.make_args(ttrl.Args, dict(dtype=dtype)).errors()) == refused
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
@@ -134,7 +134,7 @@ def test_memory_that_ran_out_names_flags(monkeypatch):
     def main(args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(options, "parse", lambda *arguments: None)
+    monkeypatch.setattr(process, "parse", lambda *arguments: None)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        options.launch(main, None)
+        process.launch(main, None)
     assert "--micro_tokens" in error.value.__notes__[0] and "--gpu_memory" in error.value.__notes__[0]

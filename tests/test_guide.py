@@ -14,7 +14,7 @@ from conftest import ROOT, SMALL, run_toy
 
 import common
 import ttrl
-from engine.options import flat, parse
+from engine.options import options_dict, parse
 
 GUIDE = (ROOT / "docs/fork.md").read_text()
 # a diff, and the first commands behind it
@@ -80,7 +80,7 @@ def test_the_guide_was_followed(number, tmp_path, monkeypatch, unchanged):
     for line in before:
         if line.startswith("python my_idea.py "):
             monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
-            run_toy(module, **flat(parse(module.Args, common.TOY | TINY)))
+            run_toy(module, **options_dict(parse(module.Args, common.TOY | TINY)))
         else:
             printed(line, tmp_path)
     assert works(printed(last, tmp_path)), last

@@ -151,7 +151,7 @@ def test_classes_of_a_problem_by_hand():
 def test_gold_answers_stay_as_written(tmp_path):
     path = tmp_path / "cities.jsonl"
     path.write_text(json.dumps(dict(question="Capital of the US?", answer=" Washington, D.C. ", hint="east")))
-    problem, = load_problems(functools.partial(Problem, answer_keys=exact), str(path))
+    problem, = load_problems(str(path))
     assert problem.answer == "Washington, D.C." and problem.row["hint"] == "east"  # (d) the whole row
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 import evol_rl
 import ttrl
 from engine import plan as planning
-from engine.options import flat, with_values
+from engine.options import options_dict, make_args
 from engine.plan import GIB, Plan
 
 SHAPES = {  # from config.json: type, hidden, inner, layers, heads, KV heads, vocabulary, tied head
@@ -34,7 +34,7 @@ def config_of(name: str):
 
 
 def plan_of(name: str, gpus: int, gib: float, script=ttrl, **flags):
-    return Plan(with_values(script.Args, dict(gpus=gpus, gpu_gib=gib, plan=True) | flags), config_of(name))
+    return Plan(make_args(script.Args, dict(gpus=gpus, gpu_gib=gib, plan=True) | flags), config_of(name))
 
 
 # ----------------------------------------------------- GPUs ------------------------------------------------
@@ -178,18 +178,19 @@ def test_a_run_is_planned_for_the_gpu_it_has_and_warned(monkeypatch, capsys):
     monkeypatch.setattr(planning, "uses_vllm", lambda args: True)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e15))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert planning.settle(ttrl.Args(), config, device) == dict(micro_tokens=1, gradient_checkpointing=True)
+    found = planning.choose_memory_settings(ttrl.Args(), config, device)
+    assert found == dict(micro_tokens=1, gradient_checkpointing=True)
     said = capsys.readouterr().out
     assert re.search("Warning: It does not fit: .*each GPU's 24, .*No GPU has confirmed", said)
     monkeypatch.setattr(Gpu, "total_memory", 100 * GIB)
-    assert planning.settle(ttrl.Args(), config, device)["micro_tokens"] == 16384
+    assert planning.choose_memory_settings(ttrl.Args(), config, device)["micro_tokens"] == 16384
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("flags, expected", [
     ({}, (16384, False)), (dict(gradient_checkpointing="on", micro_tokens=500), (500, True))])
 def test_without_a_gpu_nothing_is_planned(flags, expected):
-    memory = planning.settle(with_values(ttrl.Args, flags), None, torch.device("cpu"))
+    memory = planning.choose_memory_settings(make_args(ttrl.Args, flags), None, torch.device("cpu"))
     assert tuple(memory.values()) == expected
 
 
@@ -201,7 +202,7 @@ def test_the_table_of_the_page_is_the_plans():
     for name, gpus, gb, flags, cells in rows:
         values = {}
         for flag, value in re.findall(r"--(\S+) ([^ `]+)", flags):
-            values[flag] = type(flat(ttrl.Args())[flag])(value)
+            values[flag] = type(options_dict(ttrl.Args())[flag])(value)
         made = plan_of(name, int(gpus), int(gb) * 0.98, **values)
         assert bool(made.misfit()) == (flags == "does not fit"), (name, gpus, made.verdict())
         numbers = [sum(parts.values()) / GIB for parts in made.phases().values()]

@@ -182,7 +182,7 @@ def test_a_model_with_other_logits_is_trained_plain(tmp_path, kind, options, cap
     model = tiny_model(kind, tmp_path, **options)
     model.set_attn_implementation("eager")
     policy = make_policy(tmp_path)
-    assert policy.way[0] is logprobs.PlainHead
+    assert policy.implementation[0] is logprobs.PlainHead
     assert f"{kind.lower()}: the trainer uses --plain" in capsys.readouterr().out
     is_the_models_own(policy, model, 64)
 
@@ -205,7 +205,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def test_a_loss_of_one_value_alone_takes_more_memory(tmp_path, monkeypatch):
+def test_a_loss_of_one_value_alone_takes_no_more_memory(tmp_path, monkeypatch):
     """A loss of log-probs or of entropies alone: chunks of logits are freed all the same."""
     tiny_model("Qwen2", tmp_path, vocab_size=4096)
     policy, peaks = make_policy(tmp_path), []

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 from engine import builtin, data
-from common import Problem
 from engine.base import UserError
 from engine.options import parse
 from engine.log import describe
@@ -86,7 +85,7 @@ def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):
         builtin.model_folder("smollm2")
     monkeypatch.setattr(data, "TOY", tmp_path / "toy")
     with pytest.raises(UserError, match="^there is no file .*test.jsonl.$"):
-        data.load_problems(Problem, "smollm2_test")
+        data.load_problems("smollm2_test")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -11,22 +11,23 @@ from transformers import AutoTokenizer, GenerationConfig
 import common
 import ttrl
 from engine import builtin, hf_sampler
-from engine.base import Request, UserError, seed_of
+from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler, draw, uniform_numbers
-from engine.vllm_sampler import VLLMSampler, has_vllm
+from engine.options import Machine, has_vllm
+from engine.vllm_sampler import VLLMSampler
 
 CPU = torch.device("cpu")
 TOY = builtin.TOY_MODEL
 TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
-QUESTIONS = [problem.question for problem in load_problems(common.Problem, "toy")[:4]]
+QUESTIONS = [problem.question for problem in load_problems("toy")[:4]]
 PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 
 
 def requests(prompts=PROMPTS, n=4, seed=1, limit=64):
-    return [Request(prompt, n, seed_of(seed, "test", i), limit) for i, prompt in enumerate(prompts)]
+    return [Request(prompt, n, stable_hash(seed, "test", i), limit) for i, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm"])
@@ -35,8 +36,7 @@ def sampler(request):
         return HFSampler(TOY, STOP, CPU, torch.float32)
     if not has_vllm():
         pytest.fail("vLLM does not import; install requirements-cpu.txt")
-    args = common.Args(max_prompt_tokens=384, max_new_tokens=64)
-    return VLLMSampler(args, TOY, STOP, CPU, torch.float32)
+    return VLLMSampler(TOY, STOP, CPU, torch.float32, 1, Machine(), 448)
 
 
 def ids(groups):
@@ -85,7 +85,7 @@ def test_seeds_limits_and_stops(sampler):
 def test_a_response_does_not_depend_on_its_neighbours(sampler):
     """Requests of one call may differ in the number of responses and in their limits."""
     sizes = [(3, 5), (1, 64), (1, 1), (2, 2)]
-    mixed = [Request(prompt, n, seed_of("mixed", n), limit) for prompt, (n, limit) in zip(PROMPTS, sizes)]
+    mixed = [Request(prompt, n, stable_hash("mixed", n), limit) for prompt, (n, limit) in zip(PROMPTS, sizes)]
     for request, group in zip(mixed, sampler.generate(mixed, 1.0), strict=True):
         assert len(group) == request.n
         assert ids([group]) == ids(sampler.generate([request], 1.0))
@@ -183,7 +183,8 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it():
 
 def test_two_samples_draw_the_same_numbers():
     """1,000 steps of 8 problems: torch's CPU generator, which takes 32 bits of a seed, repeats streams."""
-    requests = [Request([1], 2, seed_of(1, step, problem), 1) for step in range(1000) for problem in range(8)]
+    seeds = [stable_hash(1, step, problem) for step in range(1000) for problem in range(8)]
+    requests = [Request([1], 2, seed, 1) for seed in seeds]
     samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
     first = uniform_numbers(samples, 1, CPU).flatten().tolist()
     assert len(set(first)) == len(first)

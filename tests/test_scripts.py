@@ -10,15 +10,18 @@ import random
 import re
 import statistics
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, fresh_state, read_lines, spy, untimed
+from conftest import ROOT, SCRIPTS, fresh_state, read_lines, run_toy, spy, untimed
 from equations import (
     answers_of, follows_the_paper, gradient_is_the_objectives, log_probs, log_softmax_rows, model_with,
     relative_error, vote, written_questions)
 
-from engine.base import UserError, seed_of
+import common
+from engine.base import UserError, stable_hash
 from engine.hf_sampler import HFSampler
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -73,7 +76,7 @@ def test_trained_are_the_seeded_subset(script, watch):
     expected = []
     for group in seen.groups:
         n = len(group.responses)
-        rng = random.Random(seed_of(seen.args.seed, "subset", 1, group.prompt.id))
+        rng = random.Random(stable_hash(seen.args.seed, "subset", 1, group.prompt.id))
         assert group.trained == sorted(rng.sample(range(n), 6)) and n == seen.args.responses_per_prompt()
         expected += [group.responses[i] for i in group.trained]
     if script == "dynamic_rl":
@@ -99,6 +102,42 @@ def test_every_vote_is_logged(script, watch):
         assert (sample["problem"], sample["gold"]) in [(vote["problem"], vote["answer"]) for vote in votes]
 
 
+@each_script
+def test_seconds_are_booked_where_they_are_spent(script, tmp_path, monkeypatch):
+    """By a clock on which a sync takes 2 s, an engine call 3, a forward pass 5, an optimizer step 7."""
+    clock, spent, expected, start = [0.0], Counter(vote=0, other=0), {}, common.start
+    monkeypatch.setattr("engine.base.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def takes(seconds, phase):
+        def pass_time(*arguments, **options):
+            clock[0] += seconds
+            spent["update" if phase == "score" and torch.is_grad_enabled() else phase] += seconds
+            spent["step"] += seconds
+
+        return pass_time
+
+    def slowly(named_tensors, sync):
+        sync()
+        yield from named_tensors()
+
+    def started(args, **task):
+        run = start(args, **task)
+        run.policy.named_tensors = partial(slowly, run.policy.named_tensors, takes(2, "sync"))
+        spy(run.sampler, "generate", before=takes(3, "sample"))
+        for policy in filter(None, (run.policy, run.reference)):
+            spy(policy, "logprobs", before=takes(5, "score"))
+        spy(run.log, "update", before=takes(7, "update"))
+        spy(run.log, "open", after=lambda *arguments: spent.subtract(spent))
+        spy(run.log, "step", before=lambda *arguments, **own: expected.update(spent))
+        return run
+
+    monkeypatch.setattr(common, "start", started)
+    tiny = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12)
+    line, = run_toy(importlib.import_module(script), tmp_path / "run", **tiny)
+    found = {name.removeprefix("seconds/"): line[name] for name in line if name.startswith("seconds/")}
+    assert found == expected and min(found["score"], found["update"]) >= 10
+
+
 SAMPLED = dict(ettrl=["generate"] * 2, dynamic_rl=["generate"] * 2)  # trunks, branches; questions, solutions
 
 
@@ -114,7 +153,7 @@ def test_order_of_calls_clipping_and_adamw_of_two_steps(script, watch):
     assert seen.calls == start + step + step
     assert all(call.fresh for call in seen.generated)
     for sampled, asked in zip(seen.samples, seen.generated, strict=True):
-        seeds = [seed_of(seen.args.seed, sampled.step, prompt.id) for prompt in sampled.prompts]
+        seeds = [stable_hash(seen.args.seed, sampled.step, prompt.id) for prompt in sampled.prompts]
         assert [request.seed for request in asked.requests] == seeds
     assert not torch.equal(*(next(iter(seen.weights[k].values())) for k in (1, 2)))
 

@@ -7,7 +7,6 @@ import pytest
 from conftest import toy_args
 from test_faults import TOKENIZER, WEIGHTS, copy_of_the_toy
 
-import common
 from engine.data import SUFFIX, SYSTEM, load_problems
 
 # Qwen2.5's template, in short: where no system turn is given it inserts one of its own
@@ -37,7 +36,7 @@ def shown(script: str, capsys, **flags) -> dict[str, str]:
 
 def test_the_prompt_is_shown_as_it_is_sent(tmp_path, capsys):
     """The toy's; and those of a folder without weights, whose template inserts a system turn."""
-    question = load_problems(common.Problem, "toy")[0].question
+    question = load_problems("toy")[0].question
     assert shown("ttrl", capsys) == {"first problem of --dataset": USER_TURN.format(question)}
     own = {"z_0 (--question_prompt)": USER_TURN.format("Write a problem.")}
     assert shown("dynamic_rl", capsys) == own

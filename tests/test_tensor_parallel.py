@@ -10,9 +10,9 @@ from test_ranks import ENVIRONMENT, python
 
 import common
 import ttrl
-from engine import base
+from engine import base, ranks
 from engine.log import read_metrics
-from engine.options import with_values
+from engine.options import make_args
 
 FLAGS = dict(dataset="toy", sampler="vllm", steps=2, votes=4, train_samples=4, prompts_per_batch=4,
              num_minibatches=2, max_prompt_tokens=128, max_new_tokens=64, lr=3e-3, entropy_coef=1.0,
@@ -67,11 +67,11 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
 
     def on_rank(rank):
         this.rank = rank
-        shares[rank] = base.share_of_rank(list(range(count)), per_engine)
-        return base.gather_shares([(item, rank) for item in shares[rank]], per_engine)
+        shares[rank] = ranks.share_of_rank(list(range(count)), per_engine)
+        return ranks.gather_shares([(item, rank) for item in shares[rank]], per_engine)
 
-    monkeypatch.setattr(base, "rank_and_ranks", lambda: (this.rank, 4))
-    monkeypatch.setattr(base, "all_gather", gather)
+    monkeypatch.setattr(ranks, "rank_and_ranks", lambda: (this.rank, 4))
+    monkeypatch.setattr(ranks, "all_gather", gather)
     with ThreadPoolExecutor(4) as threads:
         for results in threads.map(on_rank, range(4)):
             assert [item for item, _ in results] == list(range(count))
@@ -85,7 +85,7 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
 def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
     """Samples of each piece of an engine. Sample i of a prompt draws from its seed + i, whoever makes it."""
     work = [(prompt, base.Request([prompt], n, 100 * prompt, 9)) for prompt in range(prompts)]
-    pieces, parts = base.cut_work(work, n, engines)
+    pieces, parts = ranks.split_requests(work, n, engines)
     shares = [pieces[engine::engines] for engine in range(engines)]
     for share, sizes in zip(shares, expected, strict=True):
         assert [request.n for _, request in share] == sizes
@@ -104,13 +104,13 @@ def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
 ])
 def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert with_values(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
+    assert make_args(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
 
 
 def test_a_model_that_does_not_split_is_refused(tmp_path, monkeypatch):
     """The toy has 3 heads."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    args = with_values(
+    args = make_args(
         ttrl.Args, common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
     with pytest.raises(base.UserError, match="--tensor_parallel is 2, but must divide the attention heads"):
         common.start(args)

@@ -13,7 +13,7 @@ from test_ranks import python
 from torch.optim import AdamW
 
 import ttrl
-from engine import checkpoint, startup
+from engine import checkpoint, process
 from engine.log import read_metrics
 
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
@@ -139,7 +139,7 @@ def test_ranks_wait_for_each_other_for_hours(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    startup.start_processes(bf16=True)
+    process.start_processes(dtype="bfloat16")
     assert given["timeout"].total_seconds() >= 3600
 
 

@@ -10,10 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-import common
 from engine import builtin, vllm_sampler
-from engine.options import with_values
-from engine.vllm_sampler import has_vllm
+from engine.options import Machine, has_vllm
 
 if not has_vllm():
     pytest.skip("optional: vLLM is not installed", allow_module_level=True)
@@ -33,9 +31,8 @@ def constructor(monkeypatch):
 
 
 def sampler(device="cuda", **flags):
-    args = with_values(common.Args, dict(max_prompt_tokens=384, max_new_tokens=64) | flags)
     model, device = builtin.TOY_MODEL, torch.device(device)
-    return vllm_sampler.VLLMSampler(args, model, [2], device, torch.bfloat16, dummy=True)
+    return vllm_sampler.VLLMSampler(model, [2], device, torch.bfloat16, 1, Machine(**flags), 448, dummy=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -28,8 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ttrl
 from engine.base import UserError
+from engine.models import load_model
 from engine.options import parse
-from engine.policy import Policy, load_model
+from engine.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 # What a type's config has of this; else its own default.

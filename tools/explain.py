@@ -25,7 +25,7 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from engine.options import defaults_of, with_values
+from engine.options import defaults_of, make_args
 from evol_rl import Embedder
 
 
@@ -132,7 +132,7 @@ def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, pro
                     num_minibatches=1, dataset=dataset or options.get("dataset", ""))
     options |= dict(prompt=prompt) if prompt else {}
     with tempfile.TemporaryDirectory() as folder:
-        run = common.start(with_values(common.Args, options | dict(out=str(Path(folder) / "run"))))
+        run = common.start(make_args(common.Args, options | dict(out=str(Path(folder) / "run"))))
         run.sampler.load(run.policy.named_tensors())
         prompts, votes = run.problems[:problems], []
         for question, responses in zip(prompts, common.sample(run, 1, prompts, n)):

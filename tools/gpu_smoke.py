@@ -33,9 +33,8 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 import ttrl
 from engine.logprobs import packed_attention
-from engine.options import with_values
+from engine.options import has_vllm, make_args
 from engine.plan import GIB, Plan, free_memory
-from engine.vllm_sampler import has_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -172,7 +171,7 @@ def trained(out: Path, flags: list[str], ranks: int = 1, like: Path | None = Non
         good = good and apart < (0.1 if CUDA else 1e-3)
     if CUDA:
         run = json.loads((out / "run.json").read_text())
-        args = with_values(ttrl.Args, run["args"] | dict(gpus=ranks))
+        args = make_args(ttrl.Args, run["args"] | dict(gpus=ranks))
         plan = Plan(args, AutoConfig.from_pretrained(args.model)).phases()
         planned = max(sum(parts.values()) for parts in plan.values()) / GIB
         text += f"; {last['peak_memory_gib']:.1f} GiB (plan {planned:.1f})"

@@ -1,0 +1,122 @@
+"""How a script's processes start, stop at a signal, and end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from engine.base import UserError
+from engine.builtin import SMOLLM2, TOY
+from engine.options import parse
+from engine.ranks import all_gather, distributed, rank_and_ranks
+
+
+def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
+                    small: bool = False) -> tuple[torch.device, torch.dtype]:
+    """This process's device, and the compute type of --dtype. Opens the process group if there are ranks or a
+    GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights."""
+    torch.manual_seed(seed)
+    if small:
+        torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
+    cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
+    bf16 = dtype == "bfloat16" or dtype == "auto" and cuda
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        if device.index >= torch.cuda.device_count():
+            raise UserError("--nproc-per-node asks for more processes than the "
+                            f"{torch.cuda.device_count()} GPU(s) here.")
+        torch.cuda.set_device(device)
+    if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
+        if "MASTER_ADDR" not in os.environ:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
+                              LOCAL_RANK="0", WORLD_SIZE="1")
+        # a rank may wait for another that samples or scores much longer responses
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6),
+                                device_id=device if cuda else None)
+    libc = None if cuda or sys.platform != "linux" else ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
+        libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
+    return device, torch.bfloat16 if bf16 else torch.float32
+
+
+@record  # torchrun shows the traceback of the first rank that fails
+def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
+    """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
+
+    Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
+    try:
+        main(parse(args_class, toy, smollm2))
+    except UserError as error:
+        rank, _ = rank_and_ranks()
+        if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        leave(2)
+    except torch.OutOfMemoryError as error:
+        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
+                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
+                       "takes it; --resume continues from the newest checkpoint.")
+        raise
+    if distributed() and "vllm" not in sys.modules:
+        # Exit together: a rank that is torn down while another is still in a collective can crash it.
+        all_gather(None)
+        dist.destroy_process_group()
+        leave(0)
+
+
+at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
+
+
+def leave(code: int) -> None:
+    """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
+    for close in at_exit:
+        close(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
+
+    A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
+
+    def __init__(self, run_folder: Path, saved: int):
+        """saved: the step of the newest checkpoint, 0 before the first."""
+        self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, self)
+
+    def __call__(self, number, frame) -> None:
+        at_once, self.number, name = self.idle or self.number, number, signal.Signals(number).name
+        text = f"{name}: finishing this step, then writing a checkpoint (again: leave at once)"
+        if at_once:
+            text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"
+        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
+            os.write(2, f"\n{text}\n".encode())
+        if at_once:
+            leave(128 + number)
+
+    @contextlib.contextmanager
+    def at_once(self, step: int):
+        """While this lasts, a signal ends the process at once, if the checkpoint of this step is written."""
+        self.idle = step == self.saved
+        if self.idle and self.number:  # it came since the loop last looked
+            self(self.number, None)
+        yield
+        self.idle = False

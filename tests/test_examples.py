@@ -9,7 +9,7 @@ import pytest
 import test_fork_template
 import test_ranks
 import torch
-from conftest import EXAMPLES, ROOT, load_script, patched, read_lines, run_toy, spy
+from conftest import EXAMPLES, ROOT, VOTES, load_script, patched, read_lines, run_toy, spy
 from equations import (
     answers_of, gradient_is_the_objectives, log_probs, log_softmax_rows, mean_entropies, model_with,
     per_token, ttrl_rewards, vote, z)
@@ -153,7 +153,8 @@ def coin_reward(seen, group):
 
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
-               co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward)
+               co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward,
+               flip_rate=ttrl_reward, negatives_only=ttrl_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -169,6 +170,8 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         wanted = z([rewards[i] for i in chosen])
         if name == "rlsc":
             wanted = [rewards[i] for i in chosen]
+        if name == "negatives_only":  # of all, not of the trained ones
+            wanted = [min(z(rewards)[i], 0) for i in chosen]
         if name in ("rent", "intuitor", "rlsc", "random_reward"):
             assert group.label is None
         for i, advantage in zip(chosen, wanted):
@@ -204,6 +207,40 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
+def test_what_disagrees_is_pushed_by_hand():
+    """mean 1/2, std sqrt(8 / 4 / 7) = 0.5345; then 7/8 and sqrt(7/8 / 7) = 0.3536."""
+    advantages = load_script("negatives_only").negative_advantages
+    assert advantages(torch.tensor([1.0, 0.0] * 4)).tolist() == pytest.approx([0, -0.9354] * 4, abs=1e-4)
+    found = advantages(torch.tensor([1.0] * 7 + [0.0])).tolist()
+    assert found == pytest.approx([0] * 7 + [-2.4749], abs=1e-4)
+
+
+def test_a_flipped_majority_weighs_less_by_hand():
+    """1 - 0.5, and of that 1 - 0.3 if more than 0.6 agree. No answer is a majority of its own, as logged."""
+    fork = load_script("flip_rate")
+    cases = [("aaaaaabbbb", "a", 1), ("aaaaaabbbb", "b", 0.5), ("aaaaaaabbb", "b", 0.35),
+             ("aaaaaaabbb", "A", 1), ("aaaaaaabbb", "", 0.35), ("a-----", "", 0.5), ("------", "", 1)]
+    text_of = dict(a="1/2", A="0.5", b="7")
+    for votes, before, weight in cases:
+        found = fork.flip_weight(common.Problem("q"), list(map(text_of.get, votes)),
+                                 {"q": text_of.get(before)}, fork.Args())
+        assert found == pytest.approx(weight), (votes, before)
+    assert fork.flip_weight(common.Problem("q"), ["7"], {"another": "1/2"}, fork.Args()) == 1
+
+
+def test_the_weight_follows_the_majorities_of_the_step_before(watch):
+    """Step 2: problem 0 from g to a with 6 of 8, problem 1 from a to g with 4 of 8; labels are gold's."""
+    later = {0: "aaaaaagg", 1: "ggggaabw"}
+    seen = watch.prepare("flip_rate", steps=2, labels="gold", answers=dict(VOTES), meddle=lambda run: spy(
+        run.log, "step", after=lambda *_, **own: seen.answers.update(later)))
+    for group in seen.main().groups:
+        weight = {0: 0.35, 1: 0.5}.get(group.prompt.id, 1) if group.step == 2 else 1
+        wanted = z([group.rewards[i] for i in group.trained])
+        found = [group.responses[i].advantage for i in group.trained]
+        assert found == pytest.approx([weight * a for a in wanted], abs=1e-4)
+    assert seen.metrics[-1]["flip_rate"] == 0.4
+
+
 def test_srt_trains_the_easy_problems(watch):
     """Most initial votes: 8 of problem 3, 6 of problem 1 (INITIAL_VOTES). Two epochs of one batch."""
     seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)
@@ -225,11 +262,17 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 
 
 # --------------------------------------------------- resume, ranks ----------------------------------------
-@pytest.mark.parametrize("name", ["srt", "dynamic_sampling", "random_reward"])  # states or seeds of their own
-def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch):
+# States or seeds of their own
+@pytest.mark.parametrize("name", ["srt", "dynamic_sampling", "random_reward", "flip_rate"])
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch, watch):
+    short = dict(votes=8, train_samples=8, max_new_tokens=96)
+    if name == "flip_rate":  # five problems, seen in both steps
+        short |= dict(dataset=str(watch.problems), prompts_per_batch=5)
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))
-    monkeypatch.setattr(test_fork_template, "SHORT", dict(votes=8, train_samples=8, max_new_tokens=96))
+    monkeypatch.setattr(test_fork_template, "SHORT", short)
     test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path)
+    if name == "flip_rate":
+        assert read_lines(tmp_path / "again/metrics.jsonl")[1]["flip_rate"] > 0
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_trained_toy_without_its_settings_is_told_of_them(launch, tmp_path):
 
 
 def test_math_verify_grades_the_text_and_our_classes_vote():
-    """A right number outside a box is right then; the votes and what they are right about stay our classes."""
+    """A right number outside a box is right then; votes, and what they are right about, stay our classes."""
     said = [("5", r"\boxed{5}"), (None, "The answer is $5$."), ("5.0", r"\boxed{5.0}"), ("6", r"\boxed{6}")]
     responses = [common.Rollout([], [0], torch.zeros(1), True, text, answer) for answer, text in said]
     problem = common.Problem("2 + 3?", "5")

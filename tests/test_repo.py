@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(answers=1022, engine=3100, tools=1115, claims=380, tests=8090, exercises=300, docs=400)
+MOST_LINES = dict(answers=1023, engine=3097, tools=1111, claims=380, tests=8100, exercises=300, docs=400)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

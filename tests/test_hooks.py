@@ -112,7 +112,7 @@ def parity(answers: list[str]) -> list[int]:
 
 
 def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
-    """Odd equals odd: four of five responses are right (two of five as numbers), and two answers are left."""
+    """Odd equals odd: three of four responses are right (three of ten as numbers); two answers are left."""
     task = dict(answer_keys=parity, read_answer=last_digit)
     monkeypatch.setattr(common, "start", functools.partial(common.start, **task))
     lines = run_toy(ttrl, tmp_path / "run", steps=1, eval="train", eval_samples=2)

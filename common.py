@@ -303,9 +303,7 @@ def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tupl
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
         print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        with run.stop.at_once(run.stop.saved):
-            groups = sample(run, 0, part, args.votes)
-        for problem, responses in zip(part, groups):
+        for problem, responses in zip(part, sample(run, 0, part, args.votes)):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
             answer = responses[classes.index(winner)].answer  # None if there is none

@@ -183,7 +183,7 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
 
 
 def open_log(log: Log, machine, benchmarks: dict) -> StopSignal:
-    """Open the log where --resume goes on, and listen to signals."""
+    """Open the log where --resume goes on. The signals that will stop the loop."""
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     log.open(done, benchmarks)
     return StopSignal(log.path, done)

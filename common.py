@@ -183,7 +183,8 @@ def start(args: Args, train: bool = True,
           adapt: Callable | None = None) -> startup.Run:  # (policy), before sharding: examples/lora.diff
     """Refuse bad flags, model and data, then load weights. train: False to evaluate. The four others are a
     fork's hooks, the same on all ranks."""
-    startup.refuse(args.errors())
+    if bad := args.errors():
+        raise UserError("\n       ".join(bad))
     machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     if machine.plan:

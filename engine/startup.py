@@ -45,12 +45,6 @@ def errors(args) -> list[str]:
     return bad + machine_errors(args)
 
 
-def refuse(errors: list[str]) -> None:
-    """Raises UserError with these sentences, if there are any."""
-    if errors:
-        raise UserError("\n       ".join(errors))
-
-
 def machine_errors(args) -> list[str]:
     """One sentence for each thing that is wrong with --sampler, --tensor_parallel, --dtype."""
     ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], args.machine.tensor_parallel, []

@@ -183,7 +183,8 @@ def start(args: Args, train: bool = True,
           adapt: Callable | None = None) -> startup.Run:  # (policy), before sharding: examples/lora.diff
     """Refuse bad flags, model and data, then load weights. train: False to evaluate. The four others are a
     fork's hooks, the same on all ranks."""
-    startup.refuse(args.errors())
+    if bad := args.errors():
+        raise UserError("\n       ".join(bad))
     machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     if machine.plan:
@@ -303,9 +304,7 @@ def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tupl
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
         print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        with run.stop.at_once(run.stop.saved):
-            groups = sample(run, 0, part, args.votes)
-        for problem, responses in zip(part, groups):
+        for problem, responses in zip(part, sample(run, 0, part, args.votes)):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
             answer = responses[classes.index(winner)].answer  # None if there is none

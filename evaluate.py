@@ -197,7 +197,10 @@ def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, 
     Its rule is no equality (it is not symmetric), so a class of answers is as right as its first response."""
     from math_verify import parse, verify  # only this needs it
     golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
-    correct = [any(verify(gold, parse(response.text)) for gold in golds) for response in responses]
+    correct = []
+    for response in responses:
+        found = parse(response.text)
+        correct.append(any(verify(gold, found) for gold in golds))
     first = {c: correct[verdicts["classes"].index(c)] for c in set(verdicts["classes"]) - {None}}
     return verdicts | dict(correct=correct, right={c for c in first if first[c]}), responses
 

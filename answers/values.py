@@ -1,6 +1,7 @@
 """The value of a formula: a Fraction where it is exact, else 60 digits. What is too large is not computed."""
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -48,7 +49,7 @@ def _whole(point: int, names: int, name: str) -> Fraction:
 
 
 def _coordinate(point: int, absolute: bool, name: str):
-    """Of both signs, alone and together (|x| is not x, |xy| is not xy), near and far (|x+2| is not x+2)."""
+    """A value of either sign, alone and together (|x| is not x, |xy| not xy), near or far (|x+2| not x+2)."""
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
     value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
@@ -86,7 +87,7 @@ def _value(node: tuple, at: Callable):
 
 def _in_order(factors: list[tuple]) -> bool:
     r"""Whether it is a product whose order matters: \hat x\hat p, PDP^{-1}, A^TA."""
-    vectors = [x for x in factors if any(name.startswith((r"\vec", r"\hat")) for name in names_in(x))]
+    vectors = [x for x in factors if re.search(r"\\(?:vec|hat) ", " ".join(names_in(x)))]
     matrices = [x for x in factors if x[0] == "symbol" and x[1][0].isupper()]
     powers = [x for x in factors if x[0] == "^" and x[1][0] == "symbol" and x[1][1].isupper() and (
         x[2] == ("symbol", "T") or x[2] == ("*", ("number", -1), ("number", 1)))]

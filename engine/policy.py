@@ -101,7 +101,7 @@ class Policy:
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
                  implementation: tuple[type, str] | None = None, adapt=None):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
-        implementation: (head, attention), measured if not given. adapt: see startup.start."""
+        implementation: (head, attention), measured if not given. adapt: see common.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
         self.model, text = model, model.config.get_text_config()

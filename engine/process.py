@@ -98,6 +98,9 @@ class StopSignal:
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
         self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
+
+    def listen(self) -> None:
+        """From now on a signal waits for the end of a step."""
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, self)

@@ -45,12 +45,6 @@ def errors(args) -> list[str]:
     return bad + machine_errors(args)
 
 
-def refuse(errors: list[str]) -> None:
-    """Raises UserError with these sentences, if there are any."""
-    if errors:
-        raise UserError("\n       ".join(errors))
-
-
 def machine_errors(args) -> list[str]:
     """One sentence for each thing that is wrong with --sampler, --tensor_parallel, --dtype."""
     ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], args.machine.tensor_parallel, []
@@ -183,7 +177,7 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
 
 
 def open_log(log: Log, machine, benchmarks: dict) -> StopSignal:
-    """Open the log where --resume goes on, and listen to signals."""
+    """Open the log where --resume goes on. The signals that will stop the loop."""
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     log.open(done, benchmarks)
     return StopSignal(log.path, done)

@@ -134,7 +134,7 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"problem": "q"}, None),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": 1}, "1"),
-    ({"problem": "q", "reward_model": {"ground_truth": "#### 1,040"}}, "1040"),
+    ({"problem": "q", "reward_model": {"ground_truth": "#### 1,040"}}, "1,040"),
     ({"problem": "q", "answer": math.nan}, None),
     ({"question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
     ({"question": "q", "answer": "", "solution": "\\boxed{3}"}, "3"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
     kept = path.read_text().splitlines(keepends=True)[:3]
     path.write_text("".join(kept))
     run = common.start(toy_args(restrain, resume=True, **flags))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # before the loop, it ends at once
     calls, sample = [], common.sample
 
     def counted(run, step, prompts, n):

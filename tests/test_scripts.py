@@ -105,7 +105,7 @@ def test_every_vote_is_logged(script, watch):
 
 @each_script
 def test_seconds_are_booked_where_they_are_spent(script, tmp_path, monkeypatch):
-    """By a clock on which a sync takes 2 s, an engine call 3, a forward pass 5, an optimizer step 7."""
+    """A sync takes 2 s on this clock, an engine call 3, a forward pass 5, an optimizer step 7."""
     clock, spent, expected, start = [0.0], Counter(vote=0, other=0), {}, common.start
     monkeypatch.setattr("engine.base.time", SimpleNamespace(monotonic=lambda: clock[0]))
 

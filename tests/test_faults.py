@@ -455,7 +455,7 @@ def test_an_evaluation_without_answers_says_why(tmp_path, launch):
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole, monkeypatch):
-    """Be it a checkpoint or the final model that could not be written."""
+    """First a checkpoint cannot be written, then the final model."""
     out, save = tmp_path / "run", checkpoint.dcp.save
 
     def full(*arguments, **options):

@@ -169,7 +169,8 @@ def test_statistics_of_the_scoring_pass_are_those_of_full_logits(plain, monkeypa
         sizes.append(len(logp))
         return logp.amax(-1)
 
-    policy, model, rollouts, sizes = make_policy(plain=plain), load_model(TOY_MODEL), random_rollouts(5), []
+    policy, model = make_policy(plain=plain), load_model(str(TOY_MODEL))
+    rollouts, sizes = random_rollouts(5), []
     monkeypatch.setitem(logprobs.CHUNK, "cpu", policy.model.config.vocab_size * 7)
     scores = policy.score(rollouts, 0.5, largest, lambda logp: -logp.mean(-1))
     assert plain or max(sizes) <= 7

@@ -76,9 +76,10 @@ def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
             ("dynamic_rl", "system", "eval", {first: system(SYSTEM) + user(question), questions: own + z_0}),
             ("dynamic_rl", "suffix", "eval", {first: own + user(question + SUFFIX), questions: own + z_0}),
             ("dynamic_rl", "plain", "", {questions: "Write a problem.\n\n"})]:
-        flags = dict(model=folder, prompt=prompt, eval="", max_prompt_tokens=256, max_new_tokens=64)
-        code, out, error = launch(script, show_prompt=True, **flags | ({data: "toy"} if data else {})
-                                  if prompt else {})
+        flags = dict(show_prompt=True, eval="") | ({data: "toy"} if data else {})
+        if prompt:
+            flags |= dict(model=folder, prompt=prompt, max_prompt_tokens=256, max_new_tokens=64)
+        code, out, error = launch(script, **flags)
         assert not code, error
         shown = dict(re.findall(r"^--- (.*?): \d+ tokens\n(.*?)\n(?=--- |\Z)", out, re.DOTALL | re.MULTILINE))
         assert shown == expected

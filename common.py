@@ -106,7 +106,7 @@ class Args:
     train_samples: Count = 32
     """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Sampling temperature, also of log-probs and entropies (TTRL 3.1: 0.6; EVOL-RL, RESTRAIN: 1.0)."""
+    """Sampling temperature, of log-probs too (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL, RESTRAIN: 1.0)."""
     max_new_tokens: Count = 3072
     """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
@@ -131,7 +131,7 @@ class Args:
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
-    """Share of the steps with linear warm-up (the released codes), before a cosine to 0 (TTRL 3.1)."""
+    """Share of the steps with linear warm-up (the released codes), before a cosine (TTRL 3.1) to 0."""
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"

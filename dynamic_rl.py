@@ -5,7 +5,7 @@ given questions, and dynamic if it writes the questions, too. Then they change w
 is needed; the paper's 7B model reaches 47.4 on average, semi-dynamic RL on 40K labelled problems 47.8. The
 model writes questions to one prompt z_0 and solves each several times; its majority answer is the label.
 Solutions are rewarded for agreeing with it. The principle is to write questions whose answers a vote can
-estimate reliably, so moderate difficulty is rewarded, most at tau = 3/4: few labels are wrong, yet not all
+estimate reliably, so moderate difficulty is rewarded, most at tau = 3/4: labels are safer, yet not all
 solutions agree. Questions must also differ from the others of the batch, in answer and in text: else all
 become alike. Answer, text and difficulty, each z-scored, weigh 1 : 1e-1 : 1e-3.
 

@@ -18,8 +18,8 @@ Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
                Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
                Adv-Clip  A_i = clip(A_i, -bound, bound), the paper's other beta                       (Eq. 15)
     The reward, A_i and the loss are TTRL's (ttrl.py); the KL term stands in none of ETTRL's equations (3.1),
-    and ETTRL names no entropy bonus. The paper tests ETMR and EAR each alone; here both are on unless turned
-    off. (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
+    nor does an entropy term. The paper tests ETMR and EAR each alone; here both are on unless turned off.
+    (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
     Below, N counts the forks of a trunk in the options alone; in shapes it counts responses, as everywhere.
 
 Why it works, a worked example: docs/ettrl.md. The tables' rows as commands: docs/recipes/ettrl.md.

@@ -160,10 +160,11 @@ def is_checkpoint(model: str) -> bool:
 
 def check_sampler(run, model: str) -> None:
     """Compare vLLM with transformers on a few tokens: here is no trainer that would notice a difference."""
-    own = run.sampler.model.to(run.dtype)
-    if is_checkpoint(model) and rank_and_ranks()[0] == 0:  # which computes the model's own log-probs
-        for name, tensor in weights_in(model, "cpu", run.dtype):
-            own.get_parameter(name).data = tensor
+    own = run.sampler.model
+    if rank_and_ranks()[0] == 0:  # which computes the model's own log-probs
+        weights = weights_in(model, "cpu", run.dtype) if is_checkpoint(model) else own.named_parameters()
+        for name, tensor in weights:
+            own.get_parameter(name).data = tensor.detach().to(run.dtype)
     check_vllm(run.sampler, own, run.dtype == torch.float32, run.args.machine.max_logp_diff)
 
 

@@ -48,7 +48,7 @@ class Args(common.Args):
     temperature: common.Positive = 0.6
     """Rollout temperature (section 4.1; Qwen2.5-Math: 1.0), and that of log-probs and entropies."""
     prompt: str = "suffix"
-    """suffix: SCRL's for general models; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
+    """suffix: SCRL's for Qwen2.5-3B; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
     tau_pos: common.Share = 0.375
     """tau_pos of Eq. 4 (section 4.1; Table 5): the smallest share with which a majority is a label."""
     tau_marg: common.Share = 0.125

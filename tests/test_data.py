@@ -42,16 +42,6 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     assert "1 duplicates removed" in printed and "Warning" not in printed
 
 
-@pytest.mark.parametrize("content, problem", [
-    ('{"problem": "p\u2028q\x85r"}\n', ("p\u2028q\x85r", None)),
-    ('\ufeff{"problem": "p", "answer": 1}', ("p", "1")),
-    ('{"problem": "p", "answer": "007"}', ("p", "007"))])
-def test_lines_are_read_as_they_are_written(tmp_path, content, problem):
-    """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
-    (tmp_path / "a.jsonl").write_bytes(content.encode())
-    assert questions_and_answers(tmp_path / "a.jsonl") == [problem]
-
-
 BAD_FILES = {
     "broken line": ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n', "line 3 is not valid JSONL: Exp"),
     "not UTF-8": ("a.jsonl", "\udce9", "line 1 is not valid JSONL: 'utf-8' codec"),
@@ -89,27 +79,29 @@ def test_bad_files_are_one_sentence(tmp_path, fault):
 
 
 @pytest.mark.parametrize("name", "no.csv no.tsv no.parquet no.jsonl.gz d/no.arrow no.xlsx ./no /no/such "
-                         "~/no/such ~nobody/no ../no/such".split())
-def test_a_missing_file_is_not_looked_for_on_the_hub(name, hub, tmp_path, monkeypatch):
+                         "~/no/such ~nobody/no ../no/such nothing a:b owner/name/more:x:y:z @v1 /:x".split())
+def test_what_is_no_hub_id_is_not_looked_for_on_the_hub(name, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="^there is no file .*no"):
+    with pytest.raises(UserError, match="^(there is no file .*|unknown data set '.*': known are math500)"):
         load_problems(name)
     assert not hub.calls
 
 
-TABLE = 'problem,answer\n"p, ""q""\nr\u2028s",007\nNA,N/A\n'
+LINE = '"p, ""q""\nr\u2028s",007\nNA,N/A\n'
+FIELDS = [('p, "q"\nr\u2028s', "007"), ("NA", None)]
 
 
-TABS = TABLE.replace("m,a", "m\ta").replace('",', '"\t').replace("A,N", "A\tN")
-
-
-@pytest.mark.parametrize("kind, text", [
-    (".csv", TABLE), (".csv", "\ufeff" + TABLE.replace("\n", "\r\n")), (".tsv", TABS)])
-def test_fields_of_a_table_are_text(kind, text, tmp_path):
+@pytest.mark.parametrize("kind, text, expected", [
+    (".csv", f"problem,answer\n{LINE}", FIELDS),
+    (".csv", "\ufeffproblem,answer\r\n" + LINE.replace("\n", "\r\n"), FIELDS),
+    (".tsv", "problem\tanswer\n" + LINE.replace('",', '"\t').replace("A,N", "A\tN"), FIELDS),
+    (".jsonl", '{"problem": "p\u2028q\x85r"}\n', [("p\u2028q\x85r", None)]),
+    (".jsonl", '\ufeff{"problem": "p", "answer": "007"}', [("p", "007")])])
+def test_fields_are_read_as_they_are_written(kind, text, expected, tmp_path):
+    """Other line ends, a byte order mark, and 007, which `datasets` reads as 7."""
     (tmp_path / f"a{kind}").write_bytes(text.encode())
     read = questions_and_answers(tmp_path / f"a{kind}")
-    assert [(question.replace("\r", ""), answer) for question, answer in read] == [
-        ('p, "q"\nr\u2028s', "007"), ("NA", None)]
+    assert [(question.replace("\r", ""), answer) for question, answer in read] == expected
 
 
 def test_folders_are_read_by_datasets(tmp_path):
@@ -144,9 +136,12 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": 1}, "1"),
     ({"problem": "q", "reward_model": {"ground_truth": "#### 1,040"}}, "1,040"),
     ({"problem": "q", "answer": math.nan}, None),
+    ({"question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
+    ({"question": "q", "answer": "", "solution": "\\boxed{3}"}, "3"),
     ({"problem": "q", "answer": " "}, None),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
     ({"problem": "q", "answer": 0}, "0"),
+    ({"question": "q", "answer": " Washington, D.C. ", "hint": "east"}, "Washington, D.C."),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
 ])
 def test_a_usual_column_is_found(tmp_path, row, answer):
@@ -162,13 +157,10 @@ def test_named_columns_are_read(tmp_path):
         load_problems(file, "x", "z")
 
 
-@pytest.mark.parametrize("rows, expected", [
-    ([{"problem": None, "question": "p", "x": 1}, {"problem": None, "question": "q", "answer": 2}],
-     [("p", None), ("q", "2")]),  # the first row has no answer, and a column is empty in all of them
-    ([{"question": "p", "answer": None, "solution": "\\boxed{3}"}], [("p", "3")]),
-    ([{"question": "p", "answer": "", "solution": "\\boxed{3}"}], [("p", "3")])])
-def test_columns_are_found_in_all_rows(rows, expected, tmp_path):
-    assert questions_and_answers(write(tmp_path / "a.jsonl", rows)) == expected
+def test_columns_are_found_in_all_rows(tmp_path):
+    """The first row has no answer, and a column is empty in all of them."""
+    rows = [{"problem": None, "question": "p", "x": 1}, {"problem": None, "question": "q", "answer": 2}]
+    assert questions_and_answers(write(tmp_path / "a.jsonl", rows)) == [("p", None), ("q", "2")]
 
 
 # ------------------------------------------------- chats -------------------------------------------------
@@ -327,14 +319,6 @@ def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
     assert len(load_problems("o/n:main")) == 4
 
 
-@pytest.mark.parametrize("name", ["", "nothing", "a:b", "owner/name/more:x:y:z", "@v1", "/:x"])
-def test_what_is_no_name_is_one_sentence(name, hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="^(unknown data set '.*': known are math500|there is no file)"):
-        load_problems(name)
-    assert not hub.calls
-
-
 # ------------------------------------------------ prompts ------------------------------------------------
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -387,31 +371,25 @@ def test_turns_and_text_of_a_template_file_are_kept(tokenizer, tmp_path):
         assert tokenizer.decode(encode_prompt(tokenizer, "2+2?", str(file))) == expected
 
 
-@pytest.mark.parametrize("text", [
-    "Hi", "[user]\nHi\n[assistant]\n{question}", "Hi\n[user]\n{question}",
-    "[user]\nHi\n[system]\nBox.\n[user]\n{question}", "[System]\nBox.\n[user]\n{question}",
-    "[user]\nHi\n[user]\n{question}"])
-def test_a_bad_template_is_one_sentence(tokenizer, tmp_path, text):
-    file = tmp_path / "template.txt"
-    file.write_text(text)
-    with pytest.raises(UserError) as error:
-        encode_prompt(tokenizer, "1+1?", str(file))
-    said = str(error.value)
-    assert said.startswith(f"--prompt is '{file}', but must be system, suffix, plain or a template file: ")
-    assert "\n" not in said
+FILE = "--prompt is '{file}', but must be system, suffix, plain or a template file: "
 
 
-@pytest.mark.parametrize("template, turns, words", [
+@pytest.mark.parametrize("template, text, words", [
+    (CHATML, "Hi", FILE), (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE),
+    (CHATML, "Hi\n[user]\n{question}", FILE), (CHATML, "[System]\nBox.\n[user]\n{question}", FILE),
+    (CHATML, "[user]\nHi\n[system]\nBox.\n[user]\n{question}", FILE),
+    (CHATML, "[user]\nHi\n[user]\n{question}", FILE),
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
-def test_a_chat_template_that_loses_a_turn_or_fails_is_one_sentence(template, turns, words, tmp_path):
+def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, text, words, tmp_path):
     file = tmp_path / "template.txt"
-    file.write_text(turns)
+    file.write_text(text)
     tokenizer = toy_tokenizer(template)
     with pytest.raises(UserError) as error:
-        encode_prompt(tokenizer, "1+1?", str(file) if turns else "system")
-    assert words in str(error.value) and "--prompt plain" in str(error.value)
-    assert "\n" not in str(error.value)
+        encode_prompt(tokenizer, "1+1?", str(file) if text else "system")
+    said = str(error.value)
+    assert words.format(file=file) in said and "\n" not in said
+    assert words is FILE or "--prompt plain" in said
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 

@@ -1,28 +1,409 @@
-"""Faulty models and run folders, through a script's real start: one sentence each."""
+"""What goes wrong, by promise: kills, signals, damaged checkpoints, folders and models that are not what they
+should be, and how a run ends."""
 
+import contextlib
+import io
 import json
+import multiprocessing
+import os
+import pickle
+import random
 import shutil
+import signal
+import subprocess
 import sys
-from unittest import mock
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, read_lines, run_toy
+from conftest import ROOT, SMALL, fresh_state, make_policy, read_lines, run_toy, untimed
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
+import common
 import ttrl
+from engine import checkpoint
+from engine.base import UserError
+from engine.process import leave
 
+STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
+             eval_every=3, eval_samples=1)
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
-WEIGHTS = "model.safetensors"
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+# ------------------------------------------- runs in a process of their own --------------------------------
+def run_quietly(out, waits, overrides):
+    """A whole run in this process, which is a fork of the test's: starting one costs no imports.
+    The evaluation of step `waits` first waits for a minute: long enough to be stopped in it."""
+    def slow(run, step, evaluate=common.evaluate):
+        if step == waits:
+            with run.stop.at_once(step):
+                out.with_suffix(".evaluating").touch()
+                time.sleep(60)
+        evaluate(run, step)
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(out.with_suffix(".err"), os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    sys.argv, sys.stdout, sys.stderr = ["ttrl.py"], os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    common.evaluate = slow
+    # progress bars share a lock with the parent's: killed while it holds that, this process would block it
+    tqdm.set_lock(threading.RLock())
+    try:
+        run_toy(ttrl, out, **overrides)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        os._exit(2)
+    except SystemExit as leave:
+        os._exit(leave.code)
+    os._exit(0)
+
+
+def start(out, waits=-1, **overrides):
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=run_quietly, args=(out, waits, {**STEPS, **overrides}))
+    process.start()
+    return process
+
+
+def finish(out, code=0, **overrides) -> str:
+    """A run that ends with this exit code, and what it wrote to stderr."""
+    process = start(out, **overrides)
+    process.join(120)
+    errors = out.with_suffix(".err").read_text()
+    assert process.exitcode == code, errors
+    return errors
+
+
+def wait_for(condition, process) -> bool:
+    """Until it holds, or the process has ended; whether it holds."""
+    end = time.monotonic() + 60
+    while not condition() and process.is_alive() and time.monotonic() < end:
+        time.sleep(0.0005)
+    return bool(condition())
+
+
+def metrics_of(out):
+    """The lines as they are: one that stands twice is seen."""
+    return untimed(read_lines(out / "metrics.jsonl"))
+
+
+def assert_same_runs(out, whole):
+    """No gap, no step or vote twice, every value the same."""
+    for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "votes.jsonl"):
+        assert untimed(read_lines(out / name)) == untimed(read_lines(whole / name))
+    assert_equal(fresh_state(out / "final"), fresh_state(whole / "final"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    finish(out, keep=9)
+    return out
+
+
+# --------------------------------------------- kills and signals ------------------------------------------
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_bitwise_the_same(kills, tmp_path, whole):
+    """kill -9 in the middle of steps, evaluations and checkpoints; every resume goes on exactly."""
+    out, rng, caught_writing, resumed = tmp_path / "run", random.Random(0), 0, 0
+    for kill in range(kills):
+        resume = (out / "run.json").exists()
+        resumed += resume
+        process = start(out, resume=resume)
+        if kill % 2:  # in the middle of a checkpoint: its folder is there, but not yet complete
+            wait_for(lambda: list(out.glob("checkpoints/*.partial")), process)
+            time.sleep(rng.random() * 0.01)
+        else:
+            wait_for((out / "metrics.jsonl").exists, process)
+            time.sleep(rng.random() * 1.2)
+        process.kill()
+        process.join()
+        caught_writing += bool(list(out.glob("checkpoints/*.partial")))
+        assert process.exitcode in (0, -signal.SIGKILL), out.with_suffix(".err").read_text()
+        if process.exitcode == 0:  # it had ended before: begin another life
+            assert_same_runs(out, whole)
+            shutil.rmtree(out)
+    finish(out, resume=(out / "run.json").exists())
+    assert caught_writing >= kills // 6 and resumed >= kills // 2
+    assert_same_runs(out, whole)
+    assert not list(out.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("step, number", [
+    (0, signal.SIGTERM), (3, signal.SIGINT), (3, signal.SIGKILL), (6, signal.SIGTERM)])
+def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, whole, tmp_path):
+    """It leaves at once, and continues from the step whose evaluation it was, as if it had never stopped."""
+    out = tmp_path / "run"
+    process = start(out, waits=step, checkpoint_every=5)  # so step 3 is saved because it is evaluated
+    assert wait_for(out.with_suffix(".evaluating").exists, process)
+    os.kill(process.pid, number)
+    process.join(50)  # the evaluation waits for 60 seconds
+    killed = number == signal.SIGKILL
+    assert process.exitcode == (-number if killed else 128 + number)
+    said = f"Stopped by {signal.Signals(number).name}; continue with"
+    assert killed or said in out.with_suffix(".err").read_text()
+    saved = sorted(path.name for path in out.glob("checkpoints/step_*"))
+    assert saved[-1:] == [f"step_{step:08d}"] * (step > 0)
+    assert (out / "final").exists() == (step == 6)
+    finish(out, resume=True)
+    assert_same_runs(out, whole)
+
+
+def test_without_checkpoints_an_evaluation_ends_before_the_run_stops(tmp_path):
+    """Its steps are not saved, so a signal waits for the end of the next step, which is then saved."""
+    out = tmp_path / "run"
+    process = start(out, waits=1, checkpoint_every=0, eval_every=1)
+    assert wait_for(out.with_suffix(".evaluating").exists, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(1)
+    assert process.is_alive()
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, number):
+    out = tmp_path / "run"
+    process = start(out, checkpoint_every=0)
+    assert wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics_of(out)) >= 3, process)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
+    done = metrics_of(out)[-1]["step"]
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    finish(out, resume=True, checkpoint_every=0)
+    assert_same_runs(out, whole)
+    record = json.loads((out / "run.json").read_text())  # of both starts
+    assert [begun["args"]["resume"] for begun in [*record["before"], record]] == [False, True]
+
+
+def test_a_signal_in_the_middle_of_a_print_stops_the_run(tmp_path, monkeypatch):
+    signals = [signal.SIGTERM]
+
+    class Stderr(io.FileIO):
+        def write(self, data):
+            if signals and b"reward" in bytes(data):  # the progress bar's
+                signal.raise_signal(signals.pop())
+            return len(data)
+
+    buffer = io.BufferedWriter(Stderr(os.devnull, "w"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(buffer, write_through=True))
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run_toy(ttrl, tmp_path / "run", **STEPS)
+
+
+# ------------------------------------------- checkpoints that are not whole --------------------------------
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory, whole):
+    """A run with checkpoints of steps 3 and 4, as if killed while that of step 6 was written."""
+    out = tmp_path_factory.mktemp("interrupted") / "run"
+    shutil.copytree(whole, out)
+    for folder in [out / "final", *out.glob("checkpoints/*")]:
+        if folder.name not in ("step_00000003", "step_00000004"):
+            shutil.rmtree(folder)
+    return out
+
+
+@pytest.mark.parametrize("fault", ["cut short", "lacks a file", "lacks its state"])
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(
+        fault, tmp_path, interrupted, whole):
+    out = tmp_path / "run"
+    shutil.copytree(interrupted, out)
+    newest = out / "checkpoints/step_00000004"
+    shutil.copytree(newest, newest.with_suffix(".partial"))  # of a killed run: it goes, with no word
+    if fault == "cut short":
+        victim = max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        victim.write_bytes(victim.read_bytes()[:-1000])
+    elif fault == "lacks a file":
+        state = json.loads((newest / "state.json").read_text())
+        files = state["files"] | {"of-rank-1.safetensors": 1000}
+        (newest / "state.json").write_text(json.dumps(state | dict(files=files)))
+    else:
+        (newest / "state.json").unlink()
+    kept = (out / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=f"{newest} is damaged .*; delete this folder, and the one"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert (out / "metrics.jsonl").read_text() == kept
+    shutil.rmtree(newest)
+    run_toy(ttrl, out, **STEPS, resume=True)
+    assert_same_runs(out, whole)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "final"])
+def test_progress_without_a_checkpoint_is_kept(tmp_path, interrupted, whole, left):
+    out = tmp_path / "run"
+    shutil.copytree(whole if left == "final" else interrupted, out)
+    if left == "final":
+        (out / "metrics.jsonl").unlink()
+    shutil.rmtree(out / "checkpoints")
+    kept = (out / left).stat().st_mtime_ns
+    with pytest.raises(UserError, match="has made steps, but has no checkpoint; start a new run"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert (out / left).stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("saves", [1, 3])
+def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(saves, tmp_path):
+    """After one real update AdamW has counted one step, and the weights are those without a checkpoint."""
+    weights = []
+    for count in (0, saves):
+        policy = make_policy()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        for step in range(count):
+            checkpoint.save(tmp_path / str(count), step, policy, optimizer, keep=2)
+        for number, parameter in enumerate(policy.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (-1) ** number)
+        optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+        weights.append({name: p.detach().clone() for name, p in policy.model.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# ---------------------------------------- folders that are not the run's -----------------------------------
+CHECKPOINT = "checkpoints/step_00000004"
+LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
+MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
+FOLDERS = {  # fault -> (file, its bytes, exit code, words)
+    "a file too many": (f"{CHECKPOINT}/x.safetensors", b"", 2, "is damaged ("),
+    "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
+    "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
+    "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),
+}
+
+
+@pytest.mark.parametrize("fault", FOLDERS)
+def test_a_damaged_folder_resumes_or_says_why_not(tmp_path, launch, interrupted, fault):
+    name, content, expected, words = FOLDERS[fault]
+    out = tmp_path / "run"
+    shutil.copytree(interrupted, out)
+    (out / name).write_bytes(content)
+    code, printed, errors = launch(resume=True, out=out, steps=5)
+    assert code == expected and "Traceback" not in errors and words in printed + errors
+    if code == 0:
+        assert read_lines(out / "metrics.jsonl")[-1]["step"] == 5
+
+
+def test_somebodys_own_file_is_not_written_over(tmp_path, launch):
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    code, _, errors = launch(out=tmp_path, **TINY)
+    assert code == 2 and "which is not empty; give another folder, or --resume if it holds a run." in errors
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
+
+
+CONTENT = dict(model="./model", dataset="data.jsonl", eval="bench.jsonl", out="run", eval_samples=1,
+               checkpoint_every=1)
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """A folder with a model, data and a run of one step."""
+    folder = tmp_path_factory.mktemp("content")
+    shutil.copytree(ROOT / "toy", folder / "model")
+    for name in ("data.jsonl", "bench.jsonl"):
+        lines = (ROOT / "toy/train.jsonl").read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:8]))
+    with contextlib.chdir(folder):
+        run_toy(ttrl, **CONTENT, steps=1)
+    return folder
+
+
+@pytest.mark.parametrize("file, sentence", [
+    ("", ""), ("model/model.safetensors", "the weights of --model"), ("data.jsonl", "the data of --dataset"),
+    ("bench.jsonl", "the data of --eval"), ("model/generation_config.json", "the stop tokens of --model")])
+def test_a_run_with_other_content_under_the_same_names_is_refused(
+        tmp_path, monkeypatch, first_step, file, sentence):
+    shutil.copytree(first_step, tmp_path, dirs_exist_ok=True)  # content counts, not its place
+    monkeypatch.chdir(tmp_path)
+    if not file:
+        assert run_toy(ttrl, **CONTENT, steps=2, resume=True)[-1]["step"] == 2
+        return
+    if file.endswith(".safetensors"):
+        weights = load_file(file)
+        weights["model.norm.weight"] += 0.1
+        save_file(weights, file, metadata={"format": "pt"})
+    else:
+        text = Path(file).read_text().replace('"answer": "', '"answer": "1', 1)
+        Path(file).write_text(text.replace('"eos_token_id": 2', '"eos_token_id": [2, 7]'))
+    with pytest.raises(UserError, match=f"{sentence}.* differs from what the run in .* had; start a new run"):
+        run_toy(ttrl, **CONTENT, steps=2, resume=True)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_00000005"])
+def test_a_link_in_a_strangers_folder_is_refused(tmp_path, interrupted, name):
+    out, victim = tmp_path / "run", tmp_path / "victim"
+    shutil.copytree(interrupted, out)
+    victim.write_text("mine")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(victim)
+    with pytest.raises(UserError, match=f"holds the link '{Path(name).name}'; remove it"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert victim.read_text() == "mine"
+
+
+def test_a_strangers_checkpoint_cannot_execute_code(tmp_path, interrupted):
+    """Files that would, wherever torch's own checkpoints are unpickled from, with their sizes."""
+    out, executed = tmp_path / "run", tmp_path / "executed"
+    payload = f"cos\nmkdir\n(V{executed}\ntR.".encode()  # a pickle that calls os.mkdir
+    shutil.copytree(interrupted, out)
+    folder = out / "checkpoints/step_00000004"
+    for name in (".metadata", "__0_0.distcp", "state.pt", "shard-00009-model-00001-of-00001.safetensors"):
+        (folder / name).write_bytes(payload)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | dict(files=checkpoint.sizes(folder))))
+    with pytest.raises(UserError, match=f"{folder} is damaged .SafetensorError Error while deser"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert not executed.exists()
+    pickle.loads(payload)
+    assert executed.exists()  # it would have
+
+
+def test_two_runs_in_one_folder_the_second_is_refused(tmp_path):
+    """Also with --resume; the first goes on undisturbed. After its death, whatever it died of, it is free."""
+    out = tmp_path / "run"
+    first = start(out, steps=500, eval="", checkpoint_every=500)
+    assert wait_for((out / "metrics.jsonl").exists, first)
+    run_json = (out / "run.json").read_bytes()
+    with pytest.raises(UserError, match="in which another process is running; give another folder"):
+        run_toy(ttrl, out, resume=True)
+    before = len(metrics_of(out))
+    assert (out / "run.json").read_bytes() == run_json
+    assert wait_for(lambda: len(metrics_of(out)) > before, first)
+    first.kill()
+    first.join()
+    assert run_toy(ttrl, out, resume=True, steps=1, checkpoint_every=500)[-1]["step"] == 1
+
+
+def test_a_strangers_folder_runs_no_code(tmp_path, launch, interrupted):
+    """Neither the flag nor the code of a stranger's run.json acts, unless trust is given again."""
+    out, executed = tmp_path / "run", tmp_path / "executed"
+    model = copy_of_the_toy(tmp_path / "model", CONFIG, dict(
+        model_type="other", auto_map={"AutoConfig": "other.Config", "AutoModelForCausalLM": "other.Model"}))
+    (model / "other.py").write_text(f"open({str(executed)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    shutil.copytree(interrupted, out)
+    run = json.loads((out / "run.json").read_text())
+    run["args"] |= dict(model=str(model), trust_remote_code=True)
+    (out / "run.json").write_text(json.dumps(run))
+    code, _, errors = launch(resume=True, out=out)
+    assert code == 2 and "contains custom code" in errors and not executed.exists()
+    launch(resume=True, out=out, trust_remote_code=True)
+    assert executed.exists()  # it would have
 
 
 # ---------------------------------------------------- models -----------------------------------------------
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
 def copy_of_the_toy(folder, file, change):
     """The toy with one file changed: fields of JSON, all its bytes, a function of its tensors."""
     folder.mkdir()
-    for name in (CONFIG, GENERATION, TOKENIZER, WEIGHTS, "tokenizer.json"):
+    for name in (CONFIG, WEIGHTS, "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         shutil.copy(ROOT / "toy" / name, folder)
     path = folder / file
     if isinstance(change, dict):
@@ -36,25 +417,15 @@ def copy_of_the_toy(folder, file, change):
     return folder
 
 
-def lacks_one(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def one_nan(tensors):
-    tensors["model.norm.weight"][0] = torch.nan
-
-
 BAD_MODELS = {
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: "),
-    "a tensor is missing": (WEIGHTS, lacks_one, "1 of its weights are missing or of another shape,"),
+    "a tensor is missing": (WEIGHTS, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+                            "1 of its weights are missing or of another shape,"),
     "another shape": (CONFIG, dict(intermediate_size=200), "9 of its weights are missing or of another"),
-    "NaN": (WEIGHTS, one_nan, "tokens have the probability NaN"),
-    "small context": (CONFIG, dict(max_position_embeddings=100), "must fit the model's context of 100 token"),
+    "NaN": (WEIGHTS, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.nan),
+            "tokens have the probability NaN"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
-    "eos is unknown": (GENERATION, dict(eos_token_id=[2, 620]), "whose eos_token_id (generation_config.j"),
-    "tokenizer is garbage": ("tokenizer.json", b"{", "but its tokenizer or generation_config.json canno"),
-    "no template": (TOKENIZER, dict(chat_template=""), "has no chat template; give --prompt plain."),
 }
 
 
@@ -67,61 +438,13 @@ def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
     assert words in errors[errors.index("Error: "):]
 
 
-# ---------------------------------------------------- folders ----------------------------------------------
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """A run that was killed in its third step, with one checkpoint, of its second."""
-    out = tmp_path_factory.mktemp("stopped") / "run"
-    with mock.patch.object(sys, "argv", ["ttrl.py"]):
-        run_toy(ttrl, out, **TINY | dict(steps=2, checkpoint_every=2))
-    shutil.rmtree(out / "final")
-    return out
-
-
-CHECKPOINT = "checkpoints/step_00000002"
-LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
-MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
-FOLDERS = {  # fault -> (file, its bytes, exit code, words)
-    "a file too many": (f"{CHECKPOINT}/x.safetensors", b"", 2, "is damaged ("),
-    "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
-    "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
-    "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),
-}
-
-
-@pytest.mark.parametrize("fault", FOLDERS)
-def test_a_damaged_folder_resumes_or_says_why_not(tmp_path, launch, stopped, fault):
-    name, content, expected, words = FOLDERS[fault]
-    out = tmp_path / "run"
-    shutil.copytree(stopped, out)
-    (out / name).write_bytes(content)
-    code, printed, errors = launch(resume=True, out=out, steps=3)
-    assert code == expected and "Traceback" not in errors and words in printed + errors
-    if code == 0:
-        assert read_lines(out / "metrics.jsonl")[-1]["step"] == 3
-
-
-def test_somebodys_own_file_is_not_written_over(tmp_path, launch):
-    (tmp_path / "metrics.jsonl").write_text("mine")
-    code, _, errors = launch(out=tmp_path, **TINY)
-    assert code == 2 and "which is not empty; give another folder, or --resume if it holds a run." in errors
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
-
-
-def test_a_strangers_folder_runs_no_code(tmp_path, launch, stopped):
-    """Neither the flag nor the code of a stranger's run.json acts, unless trust is given again."""
-    out, executed = tmp_path / "run", tmp_path / "executed"
-    model = copy_of_the_toy(tmp_path / "model", CONFIG, dict(
-        model_type="other", auto_map={"AutoConfig": "other.Config", "AutoModelForCausalLM": "other.Model"}))
-    (model / "other.py").write_text(f"open({str(executed)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
-    shutil.copytree(stopped, out)
-    run = json.loads((out / "run.json").read_text())
-    run["args"] |= dict(model=str(model), trust_remote_code=True)
-    (out / "run.json").write_text(json.dumps(run))
-    code, _, errors = launch(resume=True, out=out)
-    assert code == 2 and "contains custom code" in errors and not executed.exists()
-    launch(resume=True, out=out, trust_remote_code=True)
-    assert executed.exists()  # it would have
+# --------------------------------------------- the folder, and how a run ends ------------------------------
+def test_the_run_folder_describes_itself(whole):
+    run = json.loads((whole / "run.json").read_text())
+    assert run["args"]["seed"] == 1 and run["script"] == "ttrl" and run["command"]
+    assert run["versions"]["torch"] and "git" in run
+    assert list((whole / "tensorboard").iterdir())
+    assert [line["step"] for line in metrics_of(whole)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # evaluations: 0, 3, 6
 
 
 def test_an_evaluation_without_answers_says_why(tmp_path, launch):
@@ -129,3 +452,48 @@ def test_an_evaluation_without_answers_says_why(tmp_path, launch):
                               out=tmp_path / "run")
     assert code == 0 and "Warning: toy_test: 0% of the responses have an answer (in " in printed
     assert "100% were cut off. --show_prompt shows what the model is asked" in printed
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole, monkeypatch):
+    """First a checkpoint cannot be written, then the final model."""
+    out, save = tmp_path / "run", checkpoint.dcp.save
+
+    def full(*arguments, **options):
+        if (out / "checkpoints/step_00000005").exists():
+            raise OSError(28, "No space left on device")
+        return save(*arguments, **options)
+
+    for owner, name, words in (
+            (checkpoint.dcp, "save", f"the checkpoint of step 6 could not be written to {out}/checkpoints ("),
+            (type(make_policy().model), "save_pretrained",
+             f"the final model could not be written to {out}/final (OSError [Errno 28]")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            errors = finish(out, code=2, resume=(out / "run.json").exists())
+        assert words in errors and "No space left" in errors and "Traceback" not in errors
+    finish(out, resume=True)
+    assert_same_runs(out, whole)
+
+
+def test_weights_and_biases_is_closed_and_a_run_has_an_identity_of_its_own(tmp_path, launch, monkeypatch):
+    """Two runs in folders of one name are two; a resumed one is the same; its arguments are its config."""
+    begun, ended, at_exit = [], [], []
+    wandb = SimpleNamespace(init=lambda **options: begun.append(options), finish=ended.append)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for module in ("process", "log"):
+        monkeypatch.setattr(f"engine.{module}.at_exit", at_exit)
+    for out, more in (("a/exp", {}), ("b/exp", {}), ("b/exp", dict(resume=True, steps=3))):
+        flags = TINY | dict(wandb=True, out=tmp_path / out, checkpoint_every=1) | more
+        assert launch(**flags)[0] == 0
+    first, second, again = [options["id"] for options in begun]
+    assert first != second == again and begun[0]["config"]["votes"] == 2
+    assert at_exit == [wandb.finish] * 3 and not ended
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    leave(2)  # which runs none of Python's own exit handlers
+    assert ended == [2, 2, 2]
+
+
+def test_help_can_be_piped_into_head():
+    done = subprocess.run(f"{sys.executable} ttrl.py --help | head -n 3", cwd=ROOT, shell=True, text=True,
+                          capture_output=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr and done.stdout

@@ -74,6 +74,12 @@ def test_the_sampler_gets_what_is_saved(tmp_path):
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
+def test_ranks_wait_for_each_other_for_hours(monkeypatch):
+    with mock.patch.dict(os.environ), mock.patch.object(dist, "init_process_group") as init:
+        process.start_processes(dtype="bfloat16")
+    assert init.call_args.kwargs["timeout"].total_seconds() >= 3600
+
+
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

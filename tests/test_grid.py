@@ -175,22 +175,12 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
     assert "run, step 2: 3 responses" in page and "<pre>is 7</pre>" in page
 
 
-def test_the_list_of_responses_is_filtered(browse, tmp_path):
-    rows = [response("so 7", "7", 0), response("or 8", "8", 1, reward=-1.0), response("eh", None, None)]
-    run = write_run(tmp_path / "run", samples=[logged(step, rows, [0, 0, 1, None], {}) for step in (1, 2)])
-    for change, text, n in (("0].box.value = 'this step'", "so 7", 3), ("1].box.value = 'right'", "so 7", 2),
-                            ("2].box.value = 'reward below 0'; words.value = 'OR 8'", "8 wrong</b>", 2)):
-        page = browse([run], "#2", f"choices[{change}; words.dispatchEvent(new Event('input'));")
-        shown = page.partition('id="found"')[2].partition("<nav")[0]
-        assert shown.count("<pre>") == n and text in shown
-
-
 def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
     said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
                  answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
     run = write_run(tmp_path / "run", generations=said)
     (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
-    page = browse([run], "", "choices[0].box.value = 'wrong'; filter();")
+    page = browse([run], "", "choices[0].box.value = 'wrong'; words.value = 'IT IS'; filter();")
     assert "1 of 2 responses" in page and "<td>0.5</td>" in page
     shown = page.partition('id="found"')[2].partition("<nav")[0]
     assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown

@@ -1,9 +1,7 @@
-"""What forks hang on to: statistics of the scoring pass, masks, another task, state, prompts of their choice,
-and the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
+"""What forks hang on to: masks, another task, state, own sampling, and
+the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
 
-import dataclasses
 import functools
-import json
 import math
 import os
 import subprocess
@@ -14,62 +12,19 @@ import torch
 from conftest import ROOT, SMALL, read_lines, run_toy, spy, toy_args
 from test_dynamic_rl import written
 from test_ranks import python
-from equations import gradient_is_the_objectives, log_softmax_rows, model_with
+from equations import gradient_is_the_objectives
 
 import common
 import dynamic_rl
 import evaluate
 import ttrl
 from common import Problem
-from engine.data import load_problems
 from engine.log import Log
-from engine.logprobs import CHUNK
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
 
-# --------------------------------------- (a) statistics of the scoring pass -------------------------------
-def largest(logp: torch.Tensor) -> torch.Tensor:
-    return logp.amax(-1)
-
-
-def certainty(logp: torch.Tensor) -> torch.Tensor:
-    return -logp.mean(-1)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_pass_over_a_batch_is_that_of_full_logits(plain, watch, monkeypatch):
-    """Two statistics, 7 rows at a time; another temperature, the initial model, another prompt."""
-    monkeypatch.setitem(CHUNK, "cpu", 620 * 7)
-    sizes, passes = [], []
-
-    def counted(logp):
-        sizes.append(len(logp))
-        return largest(logp)
-
-    def score(run):
-        def several(responses, temperature):
-            copies = [dataclasses.replace(r, prompt_ids=r.prompt_ids[1:], old_logp=None) for r in responses]
-            both, policy, reference = responses + copies, run.policy, run.reference
-            passes.append((both, policy.score(both, temperature, counted, certainty), temperature, 1))
-            passes.append((responses, policy.score(responses, 0.5), 0.5, 1))
-            passes.append((responses, reference.score(responses, 1.0, largest), 1.0, "initial"))
-            assert all(copy.old_logp is None for copy in copies)
-
-        spy(run.policy, "score_old", before=several)
-
-    seen = watch("ttrl", meddle=score, plain=plain, prompts_per_batch=1, votes=4, train_samples=4)
-    assert max(sizes) <= 7 or plain
-    for responses, scores, temperature, weights in passes:
-        for response, (logp, entropy, *others) in zip(responses, scores, strict=True):
-            rows = log_softmax_rows(model_with(seen, seen.weights[weights]), response, temperature).detach()
-            expected = [rows.gather(-1, torch.tensor(response.response_ids)[:, None]).squeeze(-1),
-                        -(rows.exp() * rows).sum(-1), largest(rows), certainty(rows)]
-            for found, wanted in zip([logp, entropy, *others], expected):
-                assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
-
-
-# ------------------------------------------------- (b) masked tokens --------------------------------------
+# ------------------------------------------------- (a) masked tokens --------------------------------------
 def mask_some(run) -> None:
     """Every third token was a tool's, of which the sampler has no log-probs."""
     def mask(groups, run, step, prompts, n):
@@ -88,6 +43,8 @@ def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
     for group in seen.groups:
         for response in group.responses:
             lengths.append(sum(t % 3 != 1 for t in range(len(response.response_ids))))
+            for logp in (response.old_logp, response.ref_logp):  # of a trained one; else a ratio could be inf
+                assert logp is None or not logp[response.mask == 0].any()
     assert seen.metrics[-1]["length"] == pytest.approx(sum(lengths) / len(lengths))
     assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
 
@@ -101,7 +58,7 @@ def test_forks_statistics_leave_masked_tokens_out(watch):
         assert group.rewards == pytest.approx(expected, abs=1e-6)
 
 
-# --------------------------------------- (c) another notion of the same answer ----------------------------
+# --------------------------------------- (b) another notion of the same answer ----------------------------
 def last_digit(text: str, problem: Problem) -> str | None:
     digits = [s for s in text if s.isdigit()]
     return digits[-1] if digits else None
@@ -148,14 +105,7 @@ def test_classes_of_a_problem_by_hand():
     assert not Problem("p", answer_keys=exact).is_right("Paris")  # without a gold answer
 
 
-def test_gold_answers_stay_as_written(tmp_path):
-    path = tmp_path / "cities.jsonl"
-    path.write_text(json.dumps(dict(question="Capital of the US?", answer=" Washington, D.C. ", hint="east")))
-    problem, = load_problems(str(path))
-    assert problem.answer == "Washington, D.C." and problem.row["hint"] == "east"  # (d) the whole row
-
-
-# ------------------------------------------- (e) the script's text -----------------------------
+# ------------------------------------------- (c) the script's text -----------------------------
 def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
     script, text = tmp_path / "my_idea.py", (ROOT / "ttrl.py").read_text()
     script.write_text(text)
@@ -166,22 +116,6 @@ def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
     run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1, resume=True)
     assert (tmp_path / "run/script.py").read_text() == text
     assert (tmp_path / "run/script-2.py").read_text() == text + "\n# another idea\n"
-
-
-# -------------------------------- (h) prompts of one's choice, (g) what teaches nothing --------------------
-@pytest.mark.parametrize("left", [6, 0])
-def test_prompts_left_out_of_an_update(left, watch):
-    def meddle(run):
-        minibatches, step = common.minibatches, run.log.step
-        common.minibatches = lambda args, step, train: minibatches(args, step, train[:left])
-        run.log.step = lambda number, train, **own: step(number, train[:left], **own)
-
-    seen = watch("ttrl", meddle=meddle)
-    assert sum(len(update.responses) for update in seen.updates) == left
-    assert ("loss" in seen.metrics[-1]) == (left > 0) and "reward" in seen.metrics[-1]
-    sampled = [row for line in read_lines(seen.out / "samples.jsonl") for row in line["responses"]]
-    assert all(row["trained"] == (row["advantage"] is not None) for row in sampled)  # NaN is no JSON
-    assert sum(row["trained"] for row in sampled) <= left and seen.metrics[-1]["zero_variance"] > 0.5
 
 
 # ------------------------------------------------ own sampling -------------------------------------------
@@ -215,12 +149,6 @@ def tensor_in_state(args, **task):
     return run
 
 
-def number_as_key(args, **task):
-    run = start(args, **task)
-    run.state[1] = "x"
-    return run
-
-
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, one per response"),
@@ -228,15 +156,12 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
      "classes must be a list of 4, a whole number or None"),
-    (ttrl, "majority_reward", lambda classes: torch.ones(len(classes)).long(),
-     r"rewards must be a tensor \[4\] of finite floats, one per response"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),
      r"the metric 'mine' is tensor\(\[1\.\]\), but must be a number"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, reward=5.0),
      "the run has a metric 'reward' of its own"),
-    (common, "start", number_as_key, r"run\.state is \{1: 'x'\}, but must hold what JSON keeps"),
     (common, "start", tensor_in_state, r"run\.state is .*tensor.*, but must hold what JSON keeps"),
     (common, "start", lambda args: start(args, read_answer=last_digit, answer_keys=lambda answers: [[]] * 9),
      r"zip\(\) argument 2 is longer than argument 1")]

@@ -1,16 +1,24 @@
-"""What a run is watched by, against numbers worked out by hand: grading, pass@k, and the votes of a step."""
+"""What a run is watched by, against numbers worked out by hand: grading, pass@k, and the votes of a step.
 
+evaluate.py: a checkpoint as well as a final model, and the presets."""
+
+import importlib
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from conftest import ROOT, SCRIPTS, run_toy
+from test_docs import commands_of, understand
 
 import common
 import evaluate
+import ttrl
 from common import Problem, Rollout
 from common import majority
+from engine.base import UserError
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, pass_at_k, step_metrics, summary
 from engine.log import sample_record
 
@@ -123,49 +131,47 @@ def test_the_warning_shows_what_most_responses_lack(given, begins, shown):
     assert said.startswith(begins) and (f"One ends: 'text {shown}'" in said) == bool(said) == bool(begins)
 
 
-def test_metrics_of_the_votes_by_hand():
-    row = group_metrics(group({0: 1.0}, rewards=[1, 1, 0, 1, 0, 0, 0, 0]))
-    assert row["reward"] == 3 / 8
-    assert row["majority_ratio"] == 3 / 8  # three of eight say 7; no answer counts among the eight
-    assert row["distinct_answers"] == 3  # 7, 5 (twice, written differently), 9
-    assert row["distinct"] == 6 / 8
-    assert row["batch_pass@1"] == 2 / 8
-    assert row["majority_accuracy"] == 0  # 7 is not 5
-    assert row["label_coverage"] == 1 and row["negative_coverage"] == 0
-    # the label, 7, is wrong; three were judged right and are not, two wrong and are right: three of eight are
-    # judged rightly
-    assert row["label_accuracy"] == 0 and row["reward_accuracy"] == 3 / 8
-    row = group_metrics(group({0: 1.0}, gold=None))
-    assert not {"batch_pass@1", "majority_accuracy", "label_accuracy", "reward_accuracy"} & row.keys()
+PASS, ACCURACIES = {"batch_pass@1": 2 / 8}, {"majority_accuracy", "label_accuracy", "reward_accuracy"}
+UNTRAINED = [0.5, -1.0, 1.5, 0.0, 9.0, 0.0, 0.0, 0.0]  # the fifth's advantage is not trained
 
 
-@pytest.mark.parametrize("label, classes", [
-    ({1: 1.0}, CLASSES),
-    ({0: 1.0}, [None, None, 0, None, 0, None, None, None])])  # common.answer_classes of --labels gold
-def test_the_gold_label_counts_instead_of_the_majority(label, classes):
-    """All are judged rightly, although the majority is wrong."""
-    row = group_metrics(group(label, classes=classes))
-    assert (row["label_accuracy"], row["reward_accuracy"], row["majority_accuracy"]) == (1, 1, 0)
-    assert (row["majority_ratio"], row["distinct_answers"]) == (3 / 8, 3)  # of the answers, not the classes
+@pytest.mark.parametrize("made, expected, absent", [
+    # three of eight say 7; no answer counts among the eight. There are 7, 5 (twice, written differently) and
+    # 9. The label, 7, is not 5; three were judged right and are not, two wrong and are right: three of eight
+    # are judged rightly
+    (dict(label={0: 1.0}, rewards=[1, 1, 0, 1, 0, 0, 0, 0]), PASS | dict(
+        reward=3 / 8, majority_ratio=3 / 8, distinct_answers=3, distinct=6 / 8, majority_accuracy=0,
+        label_coverage=1, negative_coverage=0, label_accuracy=0, reward_accuracy=3 / 8), ()),
+    (dict(label={0: 1.0}, gold=None), {}, ACCURACIES | {"batch_pass@1"}),
+    # a gold label, in common.answer_classes of --labels gold, too: all are judged rightly, although the
+    # majority, of the answers, is wrong
+    (dict(label={1: 1.0}), dict(label_accuracy=1, reward_accuracy=1, majority_accuracy=0), ()),
+    (dict(label={0: 1.0}, classes=[None, None, 0, None, 0, None, None, None]), dict(
+        label_accuracy=1, reward_accuracy=1, majority_accuracy=0, majority_ratio=3 / 8, distinct_answers=3),
+     ()),
+    # an abstention has no accuracy
+    (dict(label={}), PASS | dict(label_coverage=0, majority_accuracy=0), ACCURACIES - {"majority_accuracy"}),
+    # RESTRAIN: weights 0.5, 0.25, 0.25 on 7 (wrong), 5 (right), 9 (wrong): a quarter of the label is right.
+    # Judged rightly: 7: 3 of 8 (above); 5: 8; 9: 5 of 8 (the 9 and both 5 are judged wrongly)
+    (dict(label={0: 0.5, 1: 0.25, 2: 0.25}), dict(
+        label_accuracy=0.25, reward_accuracy=0.5 * 3 / 8 + 0.25 + 0.25 * 5 / 8), ()),
+    # SCRL: 9 and 5 are taken as wrong; 9 is, 5 is the gold answer: half of them are right
+    (dict(label={0: 1.0}, negatives={1, 2}), dict(negative_coverage=1, negative_accuracy=0.5), ()),
+    # trained are the first four, of which two have a positive advantage; then two that have none
+    (dict(label={}, advantages=UNTRAINED, trained=range(4)), dict(positive_advantage=1, zero_variance=0), ()),
+    (dict(label={}, advantages=UNTRAINED, trained=[3, 5]), dict(zero_variance=1), {"positive_advantage"})])
+def test_metrics_of_a_vote_by_hand(made, expected, absent):
+    row = group_metrics(group(**made))
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert not row.keys() & absent
 
 
-def test_an_abstention_has_no_accuracy():
-    row = group_metrics(group({}))
-    assert row["label_coverage"] == 0
-    assert "label_accuracy" not in row and "reward_accuracy" not in row
-    assert row["majority_accuracy"] == 0 and row["batch_pass@1"] == 2 / 8
-    # ... and is left out of the step's mean, while coverage counts it: (0 + 1) / 2 and 1
+def test_means_are_over_the_prompts_that_have_a_value():
     metrics = step_metrics([group({}), group({1: 1.0})])
     assert metrics["label_coverage"] == 0.5 and metrics["label_accuracy"] == 1
-
-
-def test_weighted_labels_by_hand():
-    # RESTRAIN: weights 0.5, 0.25, 0.25 on 7 (wrong), 5 (right), 9 (wrong): a quarter of the label is right.
-    # Judged rightly: 7: 3 of 8 (above); 5: 8; 9: 5 of 8 (the 9 and both 5 are judged wrongly):
-    # 0.5 x 3/8 + 0.25 + 0.25 x 5/8
-    row = group_metrics(group({0: 0.5, 1: 0.25, 2: 0.25}))
-    assert row["label_accuracy"] == pytest.approx(0.25)
-    assert row["reward_accuracy"] == pytest.approx(0.5 * 3 / 8 + 0.25 + 0.25 * 5 / 8)
+    metrics = step_metrics([group({}, negatives={1, 2}), group({}), group({}, gold=None, negatives={1})])
+    assert metrics["negative_coverage"] == pytest.approx(2 / 3)
+    assert metrics["negative_accuracy"] == 0.5  # only where there is a negative label and a gold answer
 
 
 def test_entropies_of_right_and_wrong_responses_by_hand():
@@ -177,24 +183,6 @@ def test_entropies_of_right_and_wrong_responses_by_hand():
     row = group_metrics(made)
     assert (row["entropy_right"], row["entropy_wrong"]) == (pytest.approx(0.3), pytest.approx(1.0))
     assert not {"entropy_right", "entropy_wrong"} & group_metrics(group({0: 1.0})).keys()
-
-
-def test_negative_labels_by_hand():
-    # SCRL: 9 and 5 are taken as wrong; 9 is, 5 is the gold answer: half of them are right
-    row = group_metrics(group({0: 1.0}, negatives={1, 2}))
-    assert row["negative_coverage"] == 1 and row["negative_accuracy"] == 0.5
-    metrics = step_metrics([group({}, negatives={1, 2}), group({}), group({}, gold=None, negatives={1})])
-    assert metrics["negative_coverage"] == pytest.approx(2 / 3)
-    assert metrics["negative_accuracy"] == 0.5  # only where there is a negative label and a gold answer
-
-
-def test_advantages_of_untrained_responses_do_not_count():
-    # Trained are the first four; the positive ones are .5 and 1.5. The fifth's 9 is not trained.
-    advantages = [0.5, -1.0, 1.5, 0.0, 9.0, 0.0, 0.0, 0.0]
-    row = group_metrics(group({}, advantages=advantages, trained=range(4)))
-    assert (row["positive_advantage"], row["zero_variance"]) == (1, 0)
-    row = group_metrics(group({}, advantages=advantages, trained=[3, 5]))
-    assert row["zero_variance"] == 1 and "positive_advantage" not in row
 
 
 def test_lengths_are_means_over_responses():
@@ -229,3 +217,70 @@ def test_a_sample_record_by_hand():
     assert by_name["entropy"] == [None] * 3 + [0.375] + [None] * 4
     assert record["negatives"] == []
     assert sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
+
+
+# -------------------------------------------------- evaluate.py -------------------------------------------
+def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
+    """pass@1 and every response, of the last step's checkpoint and of final/, not of the start model."""
+    run = tmp_path / "run"  # with a learning rate that changes what the model says
+    run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
+    said, results = {}, {}
+    for name in ("final", "checkpoints/step_00000002", "../run", ""):  # ../run: the run's folder
+        out, model = tmp_path / "out" / (name.strip("./") or "start"), str(run / name) if name else ""
+        args = evaluate.Args(model=model, benchmarks="toy_test", out=str(out), preset="toy", samples=4,
+                             max_new_tokens=48, save_generations=True)
+        results[name] = evaluate.main(args)
+        said[name] = (out / "generations.jsonl").read_text()
+        assert json.loads((out / "results.json").read_text())["model"] == model or not name
+    assert said["final"] == said["checkpoints/step_00000002"] != said[""]
+    assert results["final"] == results["checkpoints/step_00000002"] == results["../run"]
+    assert said["final"] == said["../run"]
+
+
+def test_a_checkpoint_without_its_run_is_one_sentence(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="a checkpoint, but .*run.json, which names the model that"):
+        evaluate.Args(model=str(tmp_path)).run_args()
+
+
+def test_the_toy_by_its_name_has_its_own_settings(launch):
+    code, out, _ = launch("evaluate", model="toy", show_prompt=True)
+    assert code == 0 and "--model toy runs with these overrides" in out and "--preset toy" in out
+    assert "first problem of toy" in out
+
+
+def test_a_trained_toy_without_its_settings_is_told_of_them(launch, tmp_path):
+    shutil.copytree(ROOT / "toy", tmp_path / "toy")
+    code, _, error = launch("evaluate", model=tmp_path / "toy", benchmarks="toy")
+    assert code == 2 and error.endswith("lower one of them (evaluate.py --preset toy has a trained toy's).\n")
+
+
+def test_math_verify_grades_the_text_and_our_classes_vote():
+    """A right number outside a box is right then; votes and what they are right about stay our classes."""
+    said = [("5", r"\boxed{5}"), (None, "The answer is $5$."), ("5.0", r"\boxed{5.0}"), ("6", r"\boxed{6}")]
+    responses = [Rollout([], [0], torch.zeros(1), True, text, answer) for answer, text in said]
+    problem = Problem("2 + 3?", "5")
+    ours = grade(problem, responses)
+    theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
+    assert ours["correct"] == [True, False, True, False] and theirs["correct"] == [True, True, True, False]
+    assert theirs["classes"] == ours["classes"] and theirs["right"] == ours["right"] == {0}
+
+
+SETTINGS = "eval_samples eval_temperature eval_top_p eval_top_k max_new_tokens prompt".split()
+
+
+def evaluation_of(args) -> tuple:
+    return tuple(getattr(args, name) for name in SETTINGS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(script):
+    """The rows of docs/recipes without a prompt file, and the script without a flag."""
+    settings = []
+    for row in commands_of(ROOT / f"docs/recipes/{script}.md")[1]:
+        run = understand(row.command)
+        if run.name == script and not run.args.prompt.endswith(".txt"):
+            settings.append(evaluation_of(run.args))
+    preset = tuple(evaluate.PRESETS[script][name.removeprefix("eval_")] for name in SETTINGS)
+    assert preset == max(settings, key=settings.count)
+    assert preset == evaluation_of(importlib.import_module(script).Args())

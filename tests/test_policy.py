@@ -1,12 +1,11 @@
 """The policy: micro-batch plans, packed rows, the head without full logits, saving."""
 
-import random
 import weakref
 
 import pytest
 import torch
 from conftest import make_policy, random_rollouts, tiny_model
-from equations import relative_error
+from equations import log_softmax_rows, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import logprobs
 from common import Rollout
+from engine.builtin import TOY_MODEL
+from engine.models import load_model
 from engine.policy import plan_micro_batches
 
 
@@ -62,20 +63,6 @@ def test_plan_is_complete_within_budget_and_equal_in_number(responses, ranks, bu
     ([5] * 2, [9, 2], [0, 0], 1, 3, 0, [[[0], [1]]])])
 def test_plan_by_hand(prompts, responses, groups, ranks, budget, padding, expected):
     assert plan_micro_batches(prompts, responses, groups, ranks, budget, padding) == expected
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_wait_for_each_other(ranks):
-    """For less than a sixth of the time, if a minibatch has four responses and more for each of them."""
-    generator = random.Random(1)
-    for _ in range(20):
-        responses = [min(3072, int(generator.lognormvariate(6.5, 0.5))) for _ in range(32)]
-        groups = [i % 8 for i in range(32)]
-        plan = plan_micro_batches([180] * 32, responses, groups, ranks, 16384, 1 / 8)
-        sizes = []
-        for row in plan:
-            sizes.append([size_of(micro, [180] * 32, responses, groups, 1 / 8) for micro in row])
-        assert sum(map(sum, sizes)) > 5 / 6 * ranks * sum(max(round) for round in zip(*sizes))
 
 
 # ------------------------------------------------ micro-batches --------------------------------------------
@@ -175,16 +162,25 @@ def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, pac
     is_the_models_own(policy, model, 64, shared=0)
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("Cohere", dict(logit_scale=0.0625)), ("Gemma2", dict(head_dim=16))])
-def test_a_model_with_other_logits_is_trained_plain(tmp_path, kind, options, capsys):
-    """Logits that are scaled or capped."""
-    model = tiny_model(kind, tmp_path, **options)
-    model.set_attn_implementation("eager")
-    policy = make_policy(tmp_path)
-    assert policy.implementation[0] is logprobs.PlainHead
-    assert f"{kind.lower()}: the trainer uses --plain" in capsys.readouterr().out
-    is_the_models_own(policy, model, 64)
+@pytest.mark.parametrize("plain", [False, True])
+def test_statistics_of_the_scoring_pass_are_those_of_full_logits(plain, monkeypatch):
+    """What forks ask for: two statistics of the whole vocabulary, 7 rows at a time."""
+    def largest(logp):
+        sizes.append(len(logp))
+        return logp.amax(-1)
+
+    policy, model = make_policy(plain=plain), load_model(str(TOY_MODEL))
+    rollouts, sizes = random_rollouts(5), []
+    monkeypatch.setitem(logprobs.CHUNK, "cpu", policy.model.config.vocab_size * 7)
+    scores = policy.score(rollouts, 0.5, largest, lambda logp: -logp.mean(-1))
+    assert plain or max(sizes) <= 7
+    for rollout, found in zip(rollouts, scores, strict=True):
+        assert rollout.old_logp is None
+        rows = log_softmax_rows(model, rollout, 0.5).detach()
+        expected = [rows[range(len(rows)), rollout.response_ids], -(rows.exp() * rows).sum(-1), rows.amax(-1),
+                    -rows.mean(-1)]
+        for values, wanted in zip(found, expected, strict=True):
+            assert values.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
 class Peak(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun: 1 rank = 2 ranks for every script, resume across them, two nodes."""
+"""Real ranks under torchrun: 1 rank = 2 ranks for every script, resume across them, kills."""
 
 import contextlib
 import json
@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,11 @@ from conftest import ROOT, SCRIPTS, fresh_state, launched_with, load_script, rea
 from equations import relative_error
 from safetensors.torch import load_file, save_file
 
+import common
 import ttrl
+from engine.base import Request, UserError
+from engine.options import make_args
+from engine.ranks import gather_shares, share_of_rank, split_requests
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -182,6 +188,7 @@ def test_one_rank_equals_two(pairs, script):
     The ranks' sums are rounded differently, which can turn a sampled token: once in 100,000 tokens. At most
     one response may differ, and only then may the updates."""
     one, two = runs_of(pairs, script)
+    assert "returned a view tensor" not in (pairs / "errors-2").read_text()  # a warning of torch's
     turned = turned_tokens(one, two)
     assert turned <= 1
     if turned == 0:
@@ -213,6 +220,14 @@ def test_evaluation_is_the_same_table_for_one_and_two_ranks(pairs):
 
 
 # -------------------------------------- nodes that do not have the same ----------------------------------
+SKIP = "            if log.rank and {}:\n                continue\n            trained_G = "
+OWN_LINE = {  # a fork: a piece of ttrl.py, by what it replaces it
+    "own_advantage": ("responses[i].advantage = advantage",
+                      "responses[i].advantage = advantage * (1 + log.rank)"),
+    "one_left_out": ("            trained_G = ", SKIP.format("prompt is prompts[-1]")),
+    "all_left_out": ("            trained_G = ", SKIP.format("True"))}
+
+
 @pytest.fixture(scope="module")
 def disagreeing(tmp_path_factory):
     """Folder of runs on two nodes, NAME.errors0 and NAME.errors1 theirs: what one has, the other has not."""
@@ -224,9 +239,8 @@ def disagreeing(tmp_path_factory):
     weights = load_file(folder / "1/model/model.safetensors")
     weights["model.norm.weight"] += 0.1
     save_file(weights, folder / "1/model/model.safetensors", metadata={"format": "pt"})
-    own_advantage = (ROOT / "ttrl.py").read_text().replace(
-        "responses[i].advantage = advantage", "responses[i].advantage = advantage * (1 + log.rank)")
-    (folder / "own_advantage.py").write_text(own_advantage)
+    for script, (old, new) in OWN_LINE.items():
+        (folder / f"{script}.py").write_text((ROOT / "ttrl.py").read_text().replace(old, new))
 
     def nodes(name, *flags, script="ttrl", second=()) -> dict:
         same = job("ttrl", folder / name, *FLAGS) | dict(script=script)
@@ -237,7 +251,7 @@ def disagreeing(tmp_path_factory):
     ended(drive(2, folder, nodes("same"), nodes("flag", second=["--lr", "0"]),
                 nodes("data", "--dataset", "data.jsonl"),
                 nodes("weights", "--model", "./model", "--dataset", "toy", "--max_prompt_tokens", "128"),
-                nodes("advantage", script="own_advantage"),
+                *(nodes(script, script=script) for script in OWN_LINE),
                 nodes("disk", "--checkpoint_every", "1", "--out", "run")))
     return folder
 
@@ -247,7 +261,9 @@ def disagreeing(tmp_path_factory):
     ("flag", "--lr is 0.0 on rank 1, but 0.001 on rank 0; all ranks need the same command"),
     ("data", "the data of --dataset is "),
     ("weights", "the weights of --model is "),
-    ("advantage", "the ranks have different advantages: every rank must compute the same, from all"),
+    ("own_advantage", "the ranks have different advantages: every rank must compute the same, from all"),
+    ("one_left_out", "ValueError: the ranks have different responses to score or train: every rank must"),
+    ("all_left_out", "ValueError: the ranks have different responses to score or train: every rank must"),
     ("disk", "which another rank wrote: --out must be on a file system that all nodes share"),
 ])
 def test_ranks_that_do_not_have_the_same_stop(disagreeing, name, sentence):
@@ -257,31 +273,10 @@ def test_ranks_that_do_not_have_the_same_stop(disagreeing, name, sentence):
         assert (disagreeing / f"same.code{rank}").read_text() == "0"
 
 
-# ------------------------------------------------- torchrun ----------------------------------------------
-@pytest.mark.slow
-def test_vllm_on_two_nodes(tmp_path):
-    """Two torchrun agents on this machine, one rank each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-               "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    flags = [*FLAGS, "--steps", "2", "--sampler", "vllm", "--out", str(tmp_path / "run")]
-    nodes = []
-    for node in (0, 1):
-        own = ["--node-rank", str(node), str(ROOT / "ttrl.py"), *flags]
-        nodes.append(subprocess.Popen([*command, *own], **PIPES))
-    while any(node.poll() is None for node in nodes):
-        if any(node.poll() for node in nodes):  # it failed, and the other would wait for it
-            for node in nodes:
-                node.terminate()
-        time.sleep(0.1)
-    assert [node.returncode for node in nodes] == [0, 0], [ended(node).errors[-2000:] for node in nodes]
-    lines = read_lines(tmp_path / "run/metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["logp_diff_max"] < 1e-4 for line in lines)
-
-
 # -------------------------------------------- killed on two ranks ----------------------------------------
 KILLED = ("--steps 10 --votes 4 --train_samples 4 --prompts_per_batch 4 --max_new_tokens 48 --lr 1e-3 "
-          "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval=").split()
+          "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval toy_test --eval_samples 4 "
+          "--eval_every 5").split()
 
 
 @pytest.fixture(scope="module")
@@ -301,13 +296,15 @@ def alive(pids) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim, number, moment", [
-    (0, signal.SIGKILL, "checkpoint"), ("agent", signal.SIGTERM, "step")])
+    (0, signal.SIGKILL, "checkpoint"), ("agent", signal.SIGTERM, "step"),
+    ("agent", signal.SIGTERM, "evaluation")])
 def test_killed_on_two_ranks_and_bitwise_the_same(tmp_path, whole, victim, number, moment):
     """kill -9 of a rank, SIGTERM of torchrun's agent: all leave within a minute, none is left behind, and
     --resume on two ranks ends where the uninterrupted run does."""
     out = tmp_path / "run"
     process = torchrun(2, str(ROOT / "ttrl.py"), *KILLED, "--out", str(out))
-    while not (out / "checkpoints/step_00000001").exists():
+    saved = 5 if moment == "evaluation" else 1  # after which there is one at once
+    while not (out / f"checkpoints/step_{saved:08d}").exists():
         assert process.poll() is None, ended(process).errors[-2000:]
         time.sleep(0.05)
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
@@ -324,3 +321,109 @@ def test_killed_on_two_ranks_and_bitwise_the_same(tmp_path, whole, victim, numbe
     assert done.code == 0, done.errors[-2000:]
     assert metrics_of(out) == metrics_of(whole)
     torch.testing.assert_close(fresh_state(out / "final"), fresh_state(whole / "final"), rtol=0, atol=0)
+
+
+# ------------------------------------ --tensor_parallel: ranks share a vLLM engine -------------------------
+# Real engines of vLLM's CPU build.
+SHARED = dict(dataset="toy", sampler="vllm", steps=2, votes=4, train_samples=4, prompts_per_batch=4,
+              num_minibatches=2, max_prompt_tokens=128, max_new_tokens=64, lr=3e-3, entropy_coef=1.0,
+              eval_samples=2, eval_every=0, checkpoint_every=0)
+
+
+def shared(folder, model, ranks, parallel) -> list[dict]:
+    """A run of two steps, with evaluations of five problems, which no number of engines here divides."""
+    problems = folder / "five.jsonl"
+    problems.write_text("\n".join((ROOT / "toy/test.jsonl").read_text().splitlines()[:5]) + "\n")
+    out = folder / f"{ranks}-{parallel}"
+    flags = SHARED | dict(model=model, tensor_parallel=parallel, out=out, eval=problems)
+    command = [*python(ranks), "ttrl.py", *(f"--{name}={value}" for name, value in flags.items())]
+    environment = ENVIRONMENT | dict(VLLM_CPU_KVCACHE_SPACE="1")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return read_lines(out / "metrics.jsonl")
+
+
+def texts(out) -> list[list[str]]:
+    found = []
+    for record in read_lines(out / "samples.jsonl"):
+        found.append([response["text"] for response in record["responses"]])
+    return found
+
+
+@pytest.mark.slow
+def test_the_same_run_with_shared_engines(tmp_path, llama):
+    """An engine of one rank, two of one each, and two of two ranks each run the current policy and sample
+    the same tokens, before and after updates."""
+    runs = {setup: shared(tmp_path, llama, *setup) for setup in [(1, 1), (2, 1), (4, 2)]}
+    for lines in runs.values():
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        assert max(line["logp_diff_max"] for line in lines[1:]) < 1e-4
+        assert lines[-1]["grad_norm"] > 1e-3 and lines[-1]["kl"] > 1e-3
+    for n, parallel in ((2, 1), (4, 2)):
+        for expected, line in zip(untimed(runs[1, 1]), untimed(runs[n, parallel]), strict=True):
+            for name in expected.keys() - {"clip_fraction", "logp_diff_max", "logp_diff_mean"}:
+                assert line[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-3), name
+        assert texts(tmp_path / f"{n}-{parallel}") == texts(tmp_path / "1-1")
+
+
+@pytest.mark.parametrize("per_engine", [1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+def test_shares_of_engines(count, per_engine, monkeypatch):
+    """Four ranks, here threads: every item once and in order, on all; ranks of an engine share theirs."""
+    barrier, this, parts, shares = threading.Barrier(4, timeout=60), threading.local(), [None] * 4, [None] * 4
+
+    def gather(part):
+        parts[this.rank] = part
+        barrier.wait()
+        return parts
+
+    def on_rank(rank):
+        this.rank = rank
+        shares[rank] = share_of_rank(list(range(count)), per_engine)
+        return gather_shares([(item, rank) for item in shares[rank]], per_engine)
+
+    monkeypatch.setattr("engine.ranks.rank_and_ranks", lambda: (this.rank, 4))
+    monkeypatch.setattr("engine.ranks.all_gather", gather)
+    with ThreadPoolExecutor(4) as threads:
+        for results in threads.map(on_rank, range(4)):
+            assert [item for item, _ in results] == list(range(count))
+            assert all(rank % per_engine == 0 for _, rank in results)
+    assert all(shares[i] == shares[i // per_engine * per_engine] for i in range(4))
+
+
+@pytest.mark.parametrize("engines, prompts, n, expected", [
+    (4, 2, 6, [[3], [3], [3], [3]]), (3, 2, 7, [[2, 2], [2, 2], [3, 3]]), (8, 3, 2, [[1]] * 6 + [[]] * 2),
+    (2, 3, 6, [[6, 6], [6]]), (1, 2, 6, [[6, 6]])])
+def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
+    """Samples of each piece of an engine. Sample i of a prompt draws from its seed + i, whoever makes it."""
+    work = [(prompt, Request([prompt], n, 100 * prompt, 9)) for prompt in range(prompts)]
+    pieces, parts = split_requests(work, n, engines)
+    shares = [pieces[engine::engines] for engine in range(engines)]
+    for share, sizes in zip(shares, expected, strict=True):
+        assert [request.n for _, request in share] == sizes
+    for prompt in range(prompts):
+        own = pieces[prompt * parts:(prompt + 1) * parts]
+        seeds = [request.seed + i for _, request in own for i in range(request.n)]
+        assert seeds == [100 * prompt + i for i in range(n)]
+        assert {(name, *request.prompt_ids, request.max_new_tokens) for name, request in own} == {
+            (prompt, prompt, 9)}
+
+
+@pytest.mark.parametrize("ranks, values, sentence", [
+    (8, dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8."),
+    (2, dict(tensor_parallel=2, sampler="hf"),
+     "--tensor_parallel is 2, but only vLLM splits a model among ranks; give --sampler vllm."),
+])
+def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert make_args(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
+
+
+def test_a_model_that_does_not_split_is_refused(tmp_path, monkeypatch):
+    """The toy has 3 heads."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = make_args(
+        ttrl.Args, common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="--tensor_parallel is 2, but must divide the attention heads"):
+        common.start(args)
+    assert not (tmp_path / "run").exists()

@@ -1,6 +1,9 @@
 """All samplers: what they draw, that they run the current policy, and that stale weights are noticed."""
 
+import dataclasses
 import itertools
+import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import common
 import ttrl
-from engine import builtin, hf_sampler
+from engine import builtin, hf_sampler, vllm_sampler
 from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
 from engine.hf_sampler import HFSampler, draw, uniform_numbers
@@ -201,3 +204,58 @@ def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="the sampler does not run the current policy"):
         run_toy(ttrl, tmp_path / "stale", **flags)
     assert len(read_lines(tmp_path / "stale/metrics.jsonl")) == 1
+
+
+# ------------------------------------- what VLLMSampler passes to vLLM -------------------------------------
+# vLLM's CPU build has the Python files of the CUDA build: signatures and arguments are checked without a GPU.
+# What the kernels do is not: python -m tools.gpu_smoke.
+@pytest.fixture
+def constructor(monkeypatch):
+    """Stands for vllm.LLM and has its signatures: a call that does not fit them is an error."""
+    import vllm
+    stand_in = mock.create_autospec(vllm.LLM)
+    monkeypatch.setattr(vllm, "LLM", stand_in)
+    return stand_in
+
+
+def gpu_sampler(device="cuda", **flags):
+    return VLLMSampler(TOY, [2], torch.device(device), torch.bfloat16, 1, Machine(**flags), 448, dummy=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_engine_knows_every_argument(constructor, monkeypatch, device):
+    from vllm.config.model import LogprobsMode
+    from vllm.config.parallel import DistributedExecutorBackend
+    from vllm.engine.arg_utils import EngineArgs
+    monkeypatch.setenv("RANK", "0")
+    gpu_sampler(device, tensor_parallel=2, gpu_memory=0.3)
+    given = constructor.call_args.kwargs
+    assert given.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
+    EngineArgs(model=TOY, **given)
+    assert given["logprobs_mode"] in typing.get_args(LogprobsMode)
+    assert given["distributed_executor_backend"] in typing.get_args(DistributedExecutorBackend)
+    expected = dict(tensor_parallel_size=2, max_model_len=448, dtype="bfloat16", load_format="dummy",
+                    enable_prefix_caching=True)
+    if device == "cuda":
+        expected |= dict(gpu_memory_utilization=0.3, enable_sleep_mode=True, disable_custom_all_reduce=True)
+    assert given | expected == given
+
+
+def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):
+    engine = gpu_sampler()
+    llm = constructor.return_value
+    llm.collective_rpc.return_value = [set()]
+    engine.sleep()
+    engine.sleep()
+    llm.sleep.assert_called_once_with(level=2)
+    llm.reset_mock()
+    engine.load([])
+    assert llm.method_calls == [
+        mock.call.wake_up(tags=["weights"]),
+        mock.call.collective_rpc(vllm_sampler._load_into_worker, args=(mock.ANY,)),
+        mock.call.reset_prefix_cache(),
+        mock.call.wake_up(tags=["kv_cache"]),
+    ]
+    llm.reset_prefix_cache.return_value = False
+    with pytest.raises(RuntimeError, match="did not drop its prefix cache"):
+        engine.load([])

@@ -4,11 +4,12 @@ Nothing here is a copy of the loop. conftest.Watched puts spies on the run, the 
 optimizer; what they saw is compared with equations.py."""
 
 import importlib
-import json
 import math
 import random
-import re
+import shutil
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from equations import (
 
 import common
 from engine.base import UserError, stable_hash
-from engine.hf_sampler import HFSampler
+from engine.options import Machine, uses_vllm
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -208,46 +209,20 @@ def poison(*bad: int):
     return meddle
 
 
-def test_a_bad_update_is_skipped_and_counted(watch):
-    """The first of two updates has no finite gradient: weights stay, the second is made, the log is JSON."""
-    seen = watch("ttrl", meddle=poison(0))
-    bad, good = seen.updates
-    assert (bad.stepped, good.stepped) == (False, True) and math.isnan(bad.grad_norm)
-    assert all(torch.equal(bad.weights[name], good.weights[name]) for name in bad.weights)
-    line = seen.metrics[-1]
-    assert line["skipped_updates"] == 1 and line["grad_norm"] == pytest.approx(good.grad_norm)
-    assert all(math.isfinite(value) for value in line.values()) and "loss" in line
-
-
-def test_bad_updates_in_a_row_stop_the_run(watch, monkeypatch):
+def test_bad_updates_are_skipped_and_counted_and_in_a_row_stop_the_run(watch, monkeypatch):
+    """The first of two has no finite gradient: weights stay, the second is made, the log is JSON."""
     monkeypatch.setattr("engine.log.MAX_BAD_STEPS", 2)
     seen = watch("ttrl", meddle=poison(0, 2), steps=2)  # a good one between them
-    assert [line["skipped_updates"] for line in seen.metrics] == [1, 1]
+    bad, good, *_ = seen.updates
+    assert (bad.stepped, good.stepped) == (False, True) and math.isnan(bad.grad_norm)
+    assert all(torch.equal(bad.weights[name], good.weights[name]) for name in bad.weights)
+    for line in seen.metrics:
+        assert line["skipped_updates"] == 1 and "loss" in line and all(map(math.isfinite, line.values()))
+    assert seen.metrics[0]["grad_norm"] == pytest.approx(good.grad_norm)
     seen = watch.prepare("ttrl", meddle=poison(1, 2), steps=2)
     with pytest.raises(UserError, match="2 optimizer steps in a row had a non-finite loss"):
         seen.main()
     assert [update.stepped for update in seen.updates] == [True, False, False, False]
-
-
-def stale(factor):
-    """The sampler gets other weights than the policy's."""
-    def meddle(run):
-        original = run.sampler.load
-
-        def load(tensors):
-            original((name, tensor * factor) for name, tensor in tensors)
-
-        run.sampler.load = load
-
-    return meddle
-
-
-def test_a_sampler_with_other_weights_stops_the_run(watch):
-    seen = watch.prepare("ttrl", meddle=stale(1.02))
-    with pytest.raises(UserError, match="the sampler does not run the current policy") as caught:
-        seen.main()
-    assert seen.calls[-1] == "compare" and not seen.updates  # before anything is updated
-    assert float(re.search(r"by up to (\S+),", str(caught.value))[1]) > 1e-3
 
 
 # -------------------------------------------- every flag has an effect -------------------------------------
@@ -386,40 +361,26 @@ def gold_answers_win(base, run):
 
 
 # The methods' own flags: rewards, labels and advantages are the papers' with them, see equations.py
-@effect("evol_rl", novelty=False)
-@effect("evol_rl", alpha=1.0)
-@effect("evol_rl", embedder="another")
-@effect("scrl", tau_pos=0.6)
-@effect("scrl", tau_marg=0.25)
-@effect("scrl", tau_neg=0.125)
-@effect("scrl", selective_positive=False)
-@effect("scrl", negatives=False)
-@effect("scrl", entropy_gate=False)
-@effect("scrl", lambda_h=0.0)
-@effect("scrl", null_reward=-3.0)
-@effect("scrl", dynamic_rewards=False)
-@effect("restrain", label_weighting="majority")
-@effect("restrain", label_weighting="uniform")
-@effect("restrain", sigma=0.25)
-@effect("restrain", kappa=5)
-@effect("restrain", delta=0.25)
-@effect("ettrl", advantage="none")
-@effect("ettrl", advantage="clip")
-@effect("ettrl", both=dict(advantage="clip"), bound=0.25)
-@effect("ettrl", alpha=0.0)
-@effect("ettrl", beta=0.0)
-@effect("dynamic_rl", filter=False)
-@effect("dynamic_rl", tau=0.25)
-@effect("dynamic_rl", rq=False)
-@effect("dynamic_rl", rdq=False)
-@effect("dynamic_rl", rda=False)
-@effect("dynamic_rl", lambda_q=0.1)
-@effect("dynamic_rl", lambda_dq=2.0)
-@effect("dynamic_rl", lambda_da=0.1)
-@effect("dynamic_rl", lambda_s=0.0)
+OWN_FLAGS = dict(
+    evol_rl=[dict(novelty=False), dict(alpha=1.0), dict(embedder="another")],
+    scrl=[dict(tau_pos=0.6), dict(tau_marg=0.25), dict(tau_neg=0.125), dict(selective_positive=False),
+          dict(negatives=False), dict(entropy_gate=False), dict(lambda_h=0.0), dict(null_reward=-3.0),
+          dict(dynamic_rewards=False)],
+    restrain=[dict(label_weighting="majority"), dict(label_weighting="uniform"), dict(sigma=0.25),
+              dict(kappa=5), dict(delta=0.25)],
+    ettrl=[dict(advantage="none"), dict(advantage="clip"), dict(both=dict(advantage="clip"), bound=0.25),
+           dict(alpha=0.0), dict(beta=0.0)],
+    dynamic_rl=[dict(filter=False), dict(tau=0.25), dict(rq=False), dict(rdq=False), dict(rda=False),
+                dict(lambda_q=0.1), dict(lambda_dq=2.0), dict(lambda_da=0.1), dict(lambda_s=0.0)])
+
+
 def another_gradient_of_the_same_responses(base, run):
     gradients_differ(base, run)
     assert [sample.tokens for sample in base.samples] == [sample.tokens for sample in run.samples]
+
+
+for script, flags in [(script, flags) for script, rows in OWN_FLAGS.items() for flags in rows]:
+    effect(script, **flags)(another_gradient_of_the_same_responses)
 
 
 @effect("restrain", prompt_weighting="online")
@@ -539,52 +500,25 @@ def test_effect_of(script, both, flags, check, paper, watch):
 
 
 # ------------------------------------------- flags that need a run of their own ----------------------------
-def test_model_and_columns(watch, llama, tmp_path):
-    """Another architecture, and a file in which two columns could be the question and two the answer."""
-    lines = []
-    for i in range(5):
-        lines.append(dict(question=f"No {i}?", text=f"What is {i} + {i}?", answer="no", right=2 * i))
-    path = tmp_path / "problems.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    seen = watch("ttrl", model=str(llama), dataset=str(path), question_field="text", answer_field="right",
-                 noise=0, max_prompt_tokens=128)
-    for problem in seen.samples[0].prompts:
-        i = problem.id
-        assert (problem.question, problem.answer) == (f"What is {i} + {i}?", str(2 * i))
-    saved = fresh_state(llama)
-    assert all(torch.equal(seen.weights[1][name], saved[name]) for name in saved)
-    gradient_is_the_objectives(seen)
-
-
-def test_overlong_prompts_are_left_out_and_it_is_said(watch, capsys):
-    base = watch("ttrl", prompts_per_batch=2, **TINY)
-    capsys.readouterr()
+def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch, capsys):
+    """epochs x (problems // prompts_per_batch) steps, unless --steps says."""
+    base = watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY)
     lengths = sorted(len(problem.prompt_ids) for problem in base.run.problems)
-    seen = watch("ttrl", prompts_per_batch=2, max_prompt_tokens=lengths[2], steps=2, **TINY)
+    capsys.readouterr()
+    seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, max_prompt_tokens=lengths[2], **TINY)
     said = f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out"
     assert said in capsys.readouterr().out
     assert all(len(p.prompt_ids) <= lengths[2] for p in seen.run.problems)
+    assert [line["step"] for line in seen.metrics] == [1, 2, 3] and len(base.metrics) == 1
 
 
-def test_epochs_or_steps_give_the_number_of_steps(watch):
-    """epochs x (problems // prompts_per_batch), unless --steps says."""
-    seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, **TINY)
-    assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4, 5, 6]
-    assert len(watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY).metrics) == 1
-
-
-def test_sampler(watch, monkeypatch):
-    """auto: vLLM if it imports, else transformers."""
-    class FakeVLLM(HFSampler):
-        def __init__(self, args, *rest, **options):
-            super().__init__(*rest[:4])
-
-    monkeypatch.setattr("engine.startup.VLLMSampler", FakeVLLM)
-    for has_vllm, sampler, expected in ((False, "auto", "HFSampler"), (True, "auto", "FakeVLLM"),
-                                        (True, "hf", "HFSampler"), (True, "vllm", "FakeVLLM")):
-        monkeypatch.setattr("engine.options.has_vllm", lambda has_vllm=has_vllm: has_vllm)
-        seen = watch("ttrl", noise=0, meddle=None, sampler=sampler, **TINY)
-        assert type(seen.run.sampler).__name__ == expected
+@pytest.mark.parametrize("vllm_imports, flags, expected", [
+    (False, {}, False), (True, {}, True), (True, dict(plain=True), False), (True, dict(sampler="hf"), False),
+    (False, dict(sampler="vllm"), True)])  # which then is an error
+def test_sampler(vllm_imports, flags, expected, monkeypatch):
+    """auto: vLLM if it imports, else transformers. With it: test_samplers.py."""
+    monkeypatch.setattr("engine.options.has_vllm", lambda: vllm_imports)
+    assert uses_vllm(Machine(**flags)) == expected
 
 
 EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)
@@ -652,3 +586,35 @@ PAPERS = dict(  # not the toy's; where a paper says so: Args
 def test_defaults_are_the_papers(script):
     args = vars(importlib.import_module(script).Args())
     assert args | PAPERS[script] == args
+
+
+# --------------------------------- a wrong sign, clip or mean is seen by the quick tests --------------------
+MUTANTS = [  # script, a piece of one of its lines, what it becomes
+    ("ttrl", "optimizer.zero_grad()", "optimizer.zero_grad()"),  # the copy itself is green
+    ("ttrl", "pg_T = -torch.min(", "pg_T = torch.min("),
+    ("ttrl", "pg_T = -torch.min(", "pg_T = -torch.max("),
+    ("ttrl", "(1 - args.clip_low, 1 + args.clip_high)", "(1 - args.clip_high, 1 + args.clip_low)"),
+    ("ttrl", "micro.mask_T / (micro.length_T * len(minibatch))", "micro.mask_T / minibatch_tokens"),
+    ("ttrl", "args.entropy_coef * entropy_T", "args.kl_coef * entropy_T"),
+    ("ttrl", "(rewards.std() + eps)", "(rewards.std() + 1)"),
+    ("evol_rl", "others.max(1)", "others.min(1)"),
+    ("scrl", "- lambda_h * (entropy - average)", "+ lambda_h * (entropy - average)"),
+    ("restrain", "a_minus * torch.max(ratio, clipped)", "a_minus * torch.min(ratio, clipped)"),
+    ("ettrl", "(average - entropies) / average", "(entropies - average) / average"),
+    ("dynamic_rl", "len(minibatch) - n_questions", "len(minibatch) + n_questions")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, old, new", MUTANTS)
+def test_a_changed_line_is_seen(script, old, new, tmp_path):
+    for name in ("engine", "tests", "toy"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, tmp_path)
+    text = (ROOT / f"{script}.py").read_text()
+    assert text.count(old) == 1, f"change it here, too: {old}"
+    (tmp_path / f"{script}.py").write_text(text.replace(old, new))
+    nodes = [f"{script}.py", f"tests/test_scripts.py::test_gradient_is_the_printed_objectives[{script}]"]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", *nodes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == (old != new), done.stdout[-3000:] + done.stderr[-3000:]

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 import ttrl
 from engine.builtin import TOY_MODEL
+from engine.data import SUFFIX, SYSTEM, load_problems
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
 END = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -50,6 +51,38 @@ def show(launch):
         return error or out
 
     return shown
+
+
+# ------------------------------------------------- what is sent ------------------------------------------
+def system(text):
+    return f"<|im_start|>system\n{text}<|im_end|>\n"
+
+
+def user(text):
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
+    """The toy's; and those of a folder without weights, whose template inserts a system turn, like Qwen's."""
+    own = system("You are Qwen, created by Alibaba Cloud.")
+    folder = bring("{% if messages[0].role != 'system' %}" + own + "{% endif %}" + CHATML)
+    (Path(folder) / "model.safetensors").unlink()
+    question, z_0 = load_problems("toy")[0].question, user("Write a problem.")
+    train, first, questions = "first problem of --dataset", "first problem of toy", "z_0 (--question_prompt)"
+    for script, prompt, data, expected in [
+            ("ttrl", "", "", {train: user(question)}), ("dynamic_rl", "", "", {questions: z_0}),
+            ("ttrl", "system", "dataset", {train: system(SYSTEM) + user(question)}),
+            ("ttrl", "suffix", "dataset", {train: own + user(question + SUFFIX)}),
+            ("dynamic_rl", "system", "eval", {first: system(SYSTEM) + user(question), questions: own + z_0}),
+            ("dynamic_rl", "suffix", "eval", {first: own + user(question + SUFFIX), questions: own + z_0}),
+            ("dynamic_rl", "plain", "", {questions: "Write a problem.\n\n"})]:
+        flags = dict(show_prompt=True, eval="") | ({data: "toy"} if data else {})
+        if prompt:
+            flags |= dict(model=folder, prompt=prompt, max_prompt_tokens=256, max_new_tokens=64)
+        code, out, error = launch(script, **flags)
+        assert not code, error
+        shown = dict(re.findall(r"^--- (.*?): \d+ tokens\n(.*?)\n(?=--- |\Z)", out, re.DOTALL | re.MULTILINE))
+        assert shown == expected
 
 
 # ------------------------------------------------- where a response ends ---------------------------------
@@ -109,10 +142,8 @@ def test_a_generation_config_is_read_or_refused_before_the_run(name, bring, show
 
 
 # ------------------------------------------------------ saving -------------------------------------------
-SAVED = [None, '{"num_return_sequences": 4}', '{"pad_token_id": -1}',
-         '{"temperature": 0.6, "do_sample": false, "top_p": 0.9, "top_k": 20}',
-         '{"num_beams": 4, "cache_implementation": "hybrid"}', '{"watermarking_config": {"x": 1}}',
-         '{"do_sample": true, "temperature": 0.0, "top_p": 7}', '{"max_new_tokens": -1}',
+SAVED = [None, '{"num_return_sequences": 4, "pad_token_id": -1}', '{"do_sample": false, "top_p": 7}',
+         '{"num_beams": 4, "cache_implementation": "hybrid", "watermarking_config": {"x": 1}}',
          '{"eos_token_id": [2, 0],\r\n\t"of_its_own": "\u00e9"}', "null", "{"]
 
 
@@ -165,17 +196,14 @@ def test_a_variable_reaches_the_chat_template(bring, show, launch):
         assert code == 0 and "assistant\n<think></think>" in out, error
 
 
-BAD = {'{"enable_thinkng": false}': "sets 'enable_thinkng', but no chat template that is used here has a va",
-       "enable_thinking=false": "but must be a JSON object such as '{", "[1]": "but must be a JSON object",
-       '{"enable_thinking": ': "but must be a JSON object"}
+BAD = [  # --template_vars, --prompt, words
+    ('{"enable_thinkng": false}', "system", "sets 'enable_thinkng', but no chat template that is used he"),
+    ("enable_thinking=false", "system", "but must be a JSON object such as '{"),
+    ("[1]", "system", "but must be a JSON object"), ('{"x": ', "system", "but must be a JSON object"),
+    ('{"enable_thinking": false}', "plain", "sets 'enable_thinking', but no chat template that is use")]
 
 
-@pytest.mark.parametrize("given, words", BAD.items())
-def test_a_bad_variable_is_one_sentence(given, words, bring, show):
-    said = show(bring(THINKING), template_vars=given)
+@pytest.mark.parametrize("given, prompt, words", BAD)
+def test_a_bad_variable_is_one_sentence(given, prompt, words, bring, show):
+    said = show(bring(THINKING), template_vars=given, prompt=prompt)
     assert said.startswith("Error: --template_vars ") and words in said
-
-
-def test_a_variable_without_a_template_is_one_sentence(bring, show):
-    said = show(bring(THINKING), template_vars='{"enable_thinking": false}', prompt="plain")
-    assert said.startswith("Error: --template_vars sets 'enable_thinking', but no chat template that is use")

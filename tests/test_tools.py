@@ -1,4 +1,4 @@
-"""tools.plot, tools.compare and tools.gpu_smoke, each on a few hand-made lines or in tiny."""
+"""tools.plot, tools.compare, tools.explain and tools.gpu_smoke on few lines or in tiny; the lesson."""
 
 import json
 import os
@@ -6,13 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from matplotlib import pyplot
 
+import common
+import dynamic_rl
+import ettrl
+import restrain
+import scrl
+import ttrl
 from engine.base import UserError
-from tools import compare, plot
+from tools import compare, explain, plot
 
 GOOD = "import os, sys\nos.makedirs(sys.argv[sys.argv.index('--out') + 1] + '/final')\n"
 SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
@@ -123,3 +130,69 @@ def test_gpu_smoke_passes_without_a_gpu():
     assert {"hf", "hf, --resume", "hf, two ranks"} <= {name.strip() for _, name in verdicts}
     assert len(verdicts) == 9 and {verdict for verdict, _ in verdicts} <= {"PASS", "SKIP"}
     assert re.search(r"^\d+ PASS, \d SKIP, 0 FAIL in ", done.stdout, re.MULTILINE)
+
+
+# -------------------------------------------------- explain -----------------------------------------------
+def test_explain_shows_problems_that_differ(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["explain", "--embedder", ""])
+    explain.main()
+    text = capsys.readouterr().out
+    assert len(set(re.findall(r"^Problem: (.*)", text, re.MULTILINE))) == 3
+    sentence = r"TTRL takes '(.*)' as the label: (\d+) of 16 votes; the gold answer is (.*)\."
+    (right, most, gold), (wrong, many, other_gold), (_, few, _) = re.findall(sentence, text)
+    assert right == gold and wrong != other_gold and int(few) < int(many) <= int(most)
+
+
+def a_vote():
+    answers, entropies = ["91", "91.0", "73", "73", "91", "38", None, "91"], [.2, .2, .3, .4, .3, .6, .7, .3]
+    responses = [SimpleNamespace(text=f"so \\boxed{{{a}}}" if a else "hm", answer=a) for a in answers]
+    return explain.Vote(common.Problem("What is 7 * 13?", "91"), responses, entropies)
+
+
+def test_explain_shows_what_the_scripts_functions_give():
+    vote = a_vote()
+    classes, entropies, columns = [0, 0, 1, 1, 0, 2, None, 0], vote.entropies, explain.columns_of(vote)
+    assert vote.classes == classes and vote.right == [c == 0 for c in classes]
+    advantages = ttrl.group_advantages(ttrl.majority_reward(classes))
+    assert columns["gold A"] == columns["TTRL A"] == advantages.tolist()
+    assert columns["TTRL A"][:3] == pytest.approx([0.9354, 0.9354, -0.9354], abs=1e-4)  # 0.5 / 0.5345
+    assert columns["SCRL R"] == scrl.scrl_rewards(classes, entropies).tolist()
+    plus, minus = restrain.restrain_advantages(classes, 3)
+    assert (columns["RESTRAIN A+"], columns["RESTRAIN A-"]) == (plus.tolist(), minus.tolist())
+    reshaped = ettrl.reshape_advantages(advantages, explain.torch.tensor(entropies))
+    assert columns["ETTRL A"] == pytest.approx(reshaped.tolist(), rel=1e-6)
+    text = explain.as_text(vote)
+    assert max(map(len, text.splitlines())) <= 110
+    assert f"u = {restrain.prompt_weight(4, 8):.2f}" in text
+    assert f"p = 0.50 and R_q = {dynamic_rl.question_reward(0.5):.2f}" in text
+    row = next(line.split() for line in text.splitlines() if line.lstrip().startswith("3 "))
+    assert row[-len(columns):] == [f"{values[2]:+.2f}" for values in columns.values()]
+
+
+# --------------------------------------------------- lesson -----------------------------------------------
+@pytest.mark.slow
+def test_lesson_runs():
+    """Every cell of docs/lesson.ipynb, and what it says of its outputs is true of those committed, too."""
+    nbclient = pytest.importorskip("nbclient", reason="optional: no nbclient")
+    pytest.importorskip("ipykernel", reason="optional: no ipykernel")
+    import nbformat
+    lesson = nbformat.read(ROOT / "docs/lesson.ipynb", as_version=4)
+    check_lesson(printed(lesson))
+    place = dict(metadata=dict(path=str(ROOT / "docs")))
+    nbclient.NotebookClient(lesson, timeout=120, kernel_name="python3", resources=place).execute()
+    check_lesson(printed(lesson))
+
+
+def printed(lesson) -> str:
+    return "".join(o.get("text", "") for cell in lesson.cells for o in cell.get("outputs", []))
+
+
+def check_lesson(text):
+    right, wrong, gold = re.findall(r"^(\d+): (\d+) votes, then (\d+)$", text, re.MULTILINE)
+    for _, before, after in (right, wrong):
+        assert int(after) > int(before)  # both majorities grew
+    assert wrong[0] != gold[0] and int(gold[2]) < int(gold[1])
+    assert text.count(" is open: write ") == 4  # the holes
+    assert "loss 0.0000" in text and float(re.search(r"gradient norm ([\d.]+)", text)[1]) > 0.01
+    lengths = [float(number) for number in re.findall(r"mean length ([\d.]+)", text)]
+    assert len(lengths) == 12 and lengths[11] < lengths[5]  # the brief ones became briefer

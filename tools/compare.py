@@ -119,8 +119,7 @@ def cell(seeds: list[dict[str, float]], column: str) -> str:
 
 def table(rows: dict[str, list[dict[str, float]]]) -> str:
     """Markdown of {name: {metric: value} of each seed}."""
-    given = set().union(*(row for seeds in rows.values() for row in seeds))
-    columns = [column for column in COLUMNS if column in given]
+    columns = [column for column in COLUMNS if column in set().union(*sum(rows.values(), []))]
     lines = [f"| | {' | '.join(columns)} |".replace("eval/", ""), "|---" * (len(columns) + 1) + "|"]
     for name, seeds in rows.items():
         cells = [cell(seeds, column) for column in columns]

@@ -74,7 +74,7 @@ def start(out, waits=-1, **overrides):
 def finish(out, code=0, **overrides) -> str:
     """A run that ends with this exit code, and what it wrote to stderr."""
     process = start(out, **overrides)
-    process.join(120)
+    process.join(300)
     errors = out.with_suffix(".err").read_text()
     assert process.exitcode == code, errors
     return errors
@@ -82,7 +82,7 @@ def finish(out, code=0, **overrides) -> str:
 
 def wait_for(condition, process) -> bool:
     """Until it holds, or the process has ended; whether it holds."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.0005)
     return bool(condition())

@@ -31,7 +31,7 @@ from engine.base import UserError
 from engine.process import leave
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
-             eval_every=3, eval_samples=1)
+             eval_every=3, eval_samples=1, eval_greedy=False)
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)

@@ -104,9 +104,10 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
 def epoch_when(lines: list[dict], name: str, holds, size: int = 8) -> int:
     """The last of the first 8 steps in a row (an epoch of the toy) of which holds(their mean of a metric,
     that of its first 8 steps); one after the last step if there are none."""
-    series = [(line["step"], line[name]) for line in lines if name in line]
-    means = [fmean(x for _, x in series[i:i + size]) for i in range(len(series) - size + 1)]
-    found = [series[i + size - 1][0] for i, mean in enumerate(means) if holds(mean, means[0])]
+    known = [line for line in lines if name in line]
+    values = [line[name] for line in known]
+    means = [fmean(values[i:i + size]) for i in range(len(values) - size + 1)]
+    found = [line["step"] for line, mean in zip(known[size - 1:], means) if holds(mean, means[0])]
     return found[0] if found else lines[-1]["step"] + 1
 
 

@@ -30,7 +30,7 @@ def solution(script: str, name: str):
         text = "\n    ".join(["def k3(logp_T, ref_logp_T):",
                               "micro = SimpleNamespace(ref_logp_T=ref_logp_T)", *lines, "return kl_T"])
     future, *rest = ast.parse("from __future__ import annotations\n" + text).body  # these name absent classes
-    rest += [node for node in ast.parse((ROOT / "common.py").read_text(encoding="utf-8")).body
+    rest += [node for node in ast.parse((ROOT / "engine/metrics.py").read_text(encoding="utf-8")).body
              if getattr(node, "name", "") == "majority"]
     functions = [node for node in rest if isinstance(node, ast.FunctionDef)]
     names = dict(math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)

@@ -31,7 +31,7 @@ from engine.base import UserError
 from engine.process import leave
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
-             eval_every=3, eval_samples=1)
+             eval_every=3, eval_samples=1, eval_greedy=False)
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -74,7 +74,7 @@ def start(out, waits=-1, **overrides):
 def finish(out, code=0, **overrides) -> str:
     """A run that ends with this exit code, and what it wrote to stderr."""
     process = start(out, **overrides)
-    process.join(120)
+    process.join(300)
     errors = out.with_suffix(".err").read_text()
     assert process.exitcode == code, errors
     return errors
@@ -82,7 +82,7 @@ def finish(out, code=0, **overrides) -> str:
 
 def wait_for(condition, process) -> bool:
     """Until it holds, or the process has ended; whether it holds."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.0005)
     return bool(condition())

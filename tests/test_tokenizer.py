@@ -79,6 +79,8 @@ def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
         flags = dict(show_prompt=True, eval="") | ({data: "toy"} if data else {})
         if prompt:
             flags |= dict(model=folder, prompt=prompt, max_prompt_tokens=256, max_new_tokens=64)
+        if script == "dynamic_rl":
+            flags |= dict(question_prompt="Write a problem.")
         code, out, error = launch(script, **flags)
         assert not code, error
         shown = dict(re.findall(r"^--- (.*?): \d+ tokens\n(.*?)\n(?=--- |\Z)", out, re.DOTALL | re.MULTILINE))

@@ -104,7 +104,8 @@ def test_who_was_corrupted_less_who_learned(tmp_path):
     majorities = dict(a=[True, False], b=[True, False], c=[False, True], d=[True, True])  # problem: right?
     votes = []
     for i in range(2):
-        votes += [json.dumps(dict(problem=name, right=right[i])) for name, right in majorities.items()]
+        for name, right in majorities.items():
+            votes.append(json.dumps(dict(problem=name, right=right[i], flipped=None)))
     (run / "votes.jsonl").write_text("\n".join(votes))
     assert claims.value(run, "corrupted less learned") == 1 / 4
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import evaluate
 from engine import builtin, data
 from engine.base import UserError
-from engine.options import parse
-from engine.log import describe
+from engine.options import options_dict, parse
 from toy import make_smollm2
 
 needs_package = pytest.mark.skipif(
@@ -109,7 +108,7 @@ def test_evaluate_knows_the_short_name(monkeypatch, flags, length, samples, prom
     args = parse(evaluate.Args, evaluate.TOY, evaluate.REAL).run_args()
     assert args.max_new_tokens == length and args.eval_samples == samples and args.prompt.endswith(prompt)
     # what run.json holds: a clone that was moved can still --resume
-    assert not describe(args, 1, torch.device("cpu"))["args"]["prompt"].startswith("/")
+    assert not options_dict(args)["prompt"].startswith("/")
 
 
 # ------------------------------------------------- two steps ------------------------------------------------

@@ -75,6 +75,8 @@ def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
     assert sorted(stored) == list(range(6))
     kept = path.read_text().splitlines(keepends=True)[:3]
     path.write_text("".join(kept))
+    (tmp_path / "run/metrics.jsonl").unlink()  # the kill came before the first step
+    (tmp_path / "run/final").rename(tmp_path / "final")
     run = common.start(toy_args(restrain, resume=True, **flags))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # before the loop, it ends at once
     calls, sample = [], common.sample
@@ -99,9 +101,9 @@ def test_initial_votes_by_hand(tmp_path, monkeypatch):
         groups.append([Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in case])
     monkeypatch.setattr(common, "sample", lambda run, step, prompts, n: groups)
     quiet = SimpleNamespace(load=lambda tensors: None, sleep=lambda: None)
-    run = SimpleNamespace(args=common.Args(), log=SimpleNamespace(path=tmp_path), sampler=quiet,
-                          problems=[common.Problem("p", id=i) for i in range(3)],
-                          policy=SimpleNamespace(named_tensors=lambda: []))
+    log = SimpleNamespace(lines=lambda name: [], append=lambda *line: None)
+    run = SimpleNamespace(args=common.Args(), log=log, problems=[common.Problem("p", id=i) for i in range(3)],
+                          sampler=quiet, policy=SimpleNamespace(named_tensors=lambda: []))
     assert list(common.initial_votes(run).values()) == list(cases.values())
 
 

@@ -367,9 +367,10 @@ def sample_record(step: int, group: dict) -> dict:
 
 # ------------------------------------------------ what run.json holds ---------------------------------------
 def code_digest(script: Path) -> int:
-    """Hash of a run's script, common.py, engine/ and toy/."""
-    root = Path(__file__).parent.parent
-    files = [script, root / "common.py", *sorted(root.glob("engine/*.py")), *sorted(root.glob("toy/*"))]
+    """Hash of a run's script, common.py, answers/, engine/ and toy/."""
+    root, files = Path(__file__).parent.parent, [script]
+    for pattern in ("common.py", "answers/*.py", "engine/*.py", "toy/*"):
+        files += sorted(root.glob(pattern))
     return stable_hash([file.read_bytes() for file in files if file.is_file()])
 
 

@@ -607,7 +607,7 @@ MUTANTS = [  # script, a piece of one of its lines, what it becomes
 @pytest.mark.slow
 @pytest.mark.parametrize("script, old, new", MUTANTS)
 def test_a_changed_line_is_seen(script, old, new, tmp_path):
-    for name in ("engine", "tests", "toy"):
+    for name in ("answers", "engine", "tests", "toy"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, tmp_path)

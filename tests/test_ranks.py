@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import common
 import ttrl
 from engine.base import Request, UserError
+from engine.log import read_metrics
 from engine.options import make_args
 from engine.ranks import gather_shares, share_of_rank, split_requests
 
@@ -340,7 +341,7 @@ def shared(folder, model, ranks, parallel) -> list[dict]:
     environment = ENVIRONMENT | dict(VLLM_CPU_KVCACHE_SPACE="1")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return read_lines(out / "metrics.jsonl")
+    return read_metrics(out)
 
 
 def texts(out) -> list[list[str]]:

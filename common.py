@@ -13,7 +13,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from engine import plan, startup  # first: engine sets what torch reads when it is loaded
@@ -21,7 +20,7 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, stable_hash, timed, timed_loop as timed_loop
+from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, model_folder  # "as": for scripts
 from engine.checkpoint import restore as restore, save_when_due as save_when_due
 from engine.log import Log
@@ -200,10 +199,10 @@ def start(args: Args, train: bool = True,
     device, dtype = start_processes(args.seed, machine.dtype, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device) if train else {}
     log = Log(machine, args.eval_every, options_dict(args), memory, device, startup.digests(sets, stop_ids))
+    stop = startup.open_boards(log, machine) if train else None
     models = path, device, dtype, machine, args.max_prompt_tokens + args.max_new_tokens
     policies = startup.load_policies(*models, log, train, args.kl_coef > 0, adapt, **memory)
     sampler = startup.load_sampler(*models, stop_ids, args.seed, policies[0])
-    stop = startup.open_log(log, machine, benchmarks) if train else None
     return startup.Run(args, tokenizer, problems, benchmarks, total_steps, *policies, sampler, log, stop,
                        device, dtype, answer_keys, read_answer, generate)
 
@@ -224,9 +223,9 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
 
     Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt (less if a fork
-    made it longer). stop: texts that end a response (kept at its end). Raises ValueError if a prompt.id was
-    sampled in this step already: it would get the same responses again."""
-    args, work = run.args, []
+    made it longer). stop: texts, or special tokens, that end a response (kept at its end). Raises ValueError
+    if a prompt.id was sampled in this step already: it would get the same responses again."""
+    args, work, stop = run.args, [], stop_texts(stop)
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
         if (step, prompt.id) in run.sampled:
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
@@ -237,8 +236,7 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
     work, parts = split_requests(work, n, engines)  # a fork's own sampling gets it whole
     mine = share_of_rank(work, args.machine.tensor_parallel)
-    options = dict(stop=list(stop)) if stop else {}
-    samples = (run.generate or generate)(run, mine, args.temperature, **options)
+    samples = (run.generate or generate)(run, mine, args.temperature, **(dict(stop=stop) if stop else {}))
     samples = gather_shares(samples, args.machine.tensor_parallel)
     groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
@@ -251,7 +249,7 @@ def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature:
     if not work:
         return []
     if options.get("stop"):
-        options["decode"] = partial(run.tokenizer.decode, skip_special_tokens=True)
+        options["decode"] = run.tokenizer.decode  # with special tokens: a stop may be one
     groups = []
     samples = run.sampler.generate([request for _, request in work], temperature, **options)
     for (problem, request), outputs in zip(work, samples):

@@ -107,6 +107,9 @@ class Args:
             raise UserError("\n".join(bad))
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
+        if chosen["temperature"] == 0 and (self.samples or 1) > 1:
+            raise UserError(f"--samples is {self.samples}, but at temperature 0 (--preset greedy) a problem "
+                            "has one response; leave it out, or give a --temperature.")
         shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
                   "out question_field answer_field show_prompt template_vars").split()
         options = {name: getattr(self, name) for name in shared}

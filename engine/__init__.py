@@ -4,15 +4,18 @@ import os
 import warnings
 
 # Libraries read these when they are loaded, so they are set before.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the trainer's process
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-# cuDNN's attention compiles anew for every shape, about a second each time (an H100 without vLLM prefers it)
-os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-# micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
+VARIABLES = dict(
+    TOKENIZERS_PARALLELISM="false",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in the trainer's process
+    VLLM_LOGGING_LEVEL="ERROR",
+    # its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    # cuDNN's attention compiles anew for every shape, about a second each (an H100 without vLLM prefers it)
+    TORCH_CUDNN_SDPA_DEPRIORITIZED="1",
+    # micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
+    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,pinned_max_round_threshold_mb:1")
+for name in VARIABLES.keys() - os.environ.keys():
+    os.environ[name] = VARIABLES[name]
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

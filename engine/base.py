@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sys
@@ -70,9 +71,25 @@ def stable_hash(*parts) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, with the next if it ends in a colon; its kind if it has none."""
+    """The first line of an error's text, with the next if it ends in a colon; its kind if it has none.
+
+    A library that asks for its own option, or cannot write its cache, does not know our flag for it."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    if "trust_remote_code=True" in str(error):
+        return (f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code, at every start (a "
+                "run's folder does not keep it)")
+    if isinstance(error, OSError) and error.filename and error.errno != errno.ENOENT:
+        return (f"'{error.filename}' cannot be used ({error.strerror}); HF_HOME names another cache")
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
+
+
+def stop_texts(stop) -> list[str]:
+    """The texts that end a response. Raises ValueError if they are one bare text, each letter of which would
+    end it, or if one is empty, which every token completes."""
+    texts = None if isinstance(stop, str | bytes) else list(stop or ())
+    if texts is None or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop is {stop!r}, but must be a list of texts, none of them empty")
+    return texts
 
 
 def write_atomically(path: Path, text: str) -> None:

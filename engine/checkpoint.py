@@ -148,7 +148,7 @@ def restore(run, optimizer) -> int:
         print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
                f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
     run.stop.listen()
-    run.log.begin(run.total_steps)
+    run.log.begin(run.total_steps, run.benchmarks)
     return done
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from engine.base import Request, Sample, timed
+from engine.base import Request, Sample, stop_texts, timed
 from engine.measure import eager_logprobs, first_that_agrees, probe_responses, sample_probe, smallest_copy
 from engine.models import load_model
 from engine.ranks import on_all_ranks, rank_and_ranks
@@ -76,12 +76,12 @@ class HFSampler:
 
     @torch.inference_mode()
     def generate(self, requests: list[Request], temperature: float, top_p: float = 1.0, top_k: int = 0,
-                 stop: tuple[str, ...] = (), decode=None) -> list[list[Sample]]:
+                 stop: list[str] = (), decode=None) -> list[list[Sample]]:
         """Responses per request. Temperature 0: greedy. Log-probs are of the distribution sampled from.
 
         A response ends, finished, with a token of stop_ids, or with the first token after which decode(ids)
         of its last tokens contains one of the texts in stop."""
-        responses, rows = [], self._rows(requests)
+        responses, rows, stop = [], self._rows(requests), stop_texts(stop)
         samples = [(request, request.seed + i) for request in requests for i in range(request.n)]
         for _, part in groupby(samples, key=lambda sample: self.pad_prompts or len(sample[0].prompt_ids)):
             part = list(part)

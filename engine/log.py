@@ -11,10 +11,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, now, read_run, script_name, seconds, stable_hash, write_atomically
+from engine.base import UserError, first_line, now, read_run, script_name, seconds, stable_hash
+from engine.base import write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.process import at_exit
+from engine.process import at_exit, begun
 from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
@@ -53,8 +54,9 @@ class Log:
         self.begin_step()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
-        on_all_ranks(partial(self._open, ranks, device),
-                     lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        if self.rank == 0:
+            self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
+        on_all_ranks(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
     def begin_step(self) -> None:
@@ -78,7 +80,7 @@ class Log:
             record = self.record | dict(identity=self.identity)
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
-    def _open(self, ranks: int, device) -> None:
+    def _open(self) -> None:
         """Lock the folder and look at the run in it, before anything slow."""
         if self.rank:
             return
@@ -87,6 +89,8 @@ class Log:
             run = read_run(out)
         elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
+        else:
+            begun.append((out, not out.is_dir()))
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
@@ -98,7 +102,6 @@ class Log:
             raise UserError(wrong + "in which another process is running; give another folder.") from None
         except OSError:  # some network file systems have no locks
             pass
-        self.record = describe(self.options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
         if self.machine.resume:
             self.before = run["identity"]
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
@@ -107,9 +110,43 @@ class Log:
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
 
-    def open(self, steps_done: int, benchmarks: dict) -> None:
-        """Drop the lines of steps that are done again, and open TensorBoard."""
-        self.first_step, self.benchmarks = steps_done + 1, benchmarks
+    def open_boards(self, steps_done: int) -> None:
+        """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
+        self.first_step = steps_done + 1
+        if self.machine.wandb:
+            on_all_ranks(self._open_wandb, lambda reason: (
+                f"--wandb is given, but Weights & Biases does not start: {reason}; see `wandb login`."))
+        on_all_ranks(self._open_tensorboard, lambda reason: (
+            f"TensorBoard cannot write to {self.path / 'tensorboard'}: {reason}."))
+
+    def _open_wandb(self) -> None:
+        if self.rank == 0:
+            import torch.utils.tensorboard  # whose numbers Weights & Biases takes  # noqa: F401
+            import wandb
+            at_exit.append(wandb.finish)  # also where a run ends without unwinding
+            wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
+                       config=self.options, sync_tensorboard=True)
+
+    def _open_tensorboard(self) -> None:
+        if self.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
+            threading.excepthook = show_traceback
+
+    def _draw(self, method: str, *values) -> None:
+        """Call a method of TensorBoard's writer. If it fails, as on a full disk, the curves end, not the
+        run."""
+        try:
+            if self.board:
+                getattr(self.board, method)(*values)
+        except Exception as error:
+            self.board = None
+            print0(f"Warning: the curves end here, since TensorBoard cannot write ({type(error).__name__} "
+                   f"{first_line(error)}); the run goes on, and metrics.jsonl has all numbers.")
+
+    def begin(self, total_steps: int, benchmarks: dict) -> None:
+        """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
+        self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
         if self.rank == 0:
             self.history = self._keep_lines("metrics.jsonl", done)
@@ -118,25 +155,9 @@ class Log:
             self._keep_lines("samples.jsonl", done)
             votes = self._keep_lines("votes.jsonl", done)
             self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
-            self._open_boards()
+            self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True)
         self.evaluated, self.majorities = all_gather((self.evaluated, self.majorities))[0]
-
-    def begin(self, total_steps: int) -> None:
-        """Show the progress bar. The first step begins."""
-        self.total_steps = total_steps
-        if self.rank == 0:
-            self.bar = tqdm(total=total_steps, initial=self.first_step - 1, desc=script_name(),
-                            dynamic_ncols=True)
         self.begin_step()
-
-    def _open_boards(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        if self.machine.wandb:
-            import wandb
-            at_exit.append(wandb.finish)  # also where a run ends without unwinding
-            wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
-                       config=self.options, sync_tensorboard=True)
-        self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
         path = self.path / name
@@ -165,8 +186,8 @@ class Log:
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.history.append(dict(step=step, **metrics))
         self.append("metrics.jsonl", self.history[-1])
-        for name, value in metrics.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
+        for name, value in metrics.items():
+            self._draw("add_scalar", name, value, step)
 
     # -- during a step ---------------------------------------------------------------------------------------
     def vote(self, prompt, responses: list, classes: list[int | None], rewards: torch.Tensor,
@@ -283,10 +304,16 @@ class Log:
         if self.rank:
             return
         self.bar.close()
-        self.board.close()
+        self._draw("close")
         print(evaluation_table(self.history))
         print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
               f"Votes step by step: python -m tools.report {self.path}", flush=True)
+
+
+def show_traceback(ended) -> None:
+    """For a thread that ended with an error; that of TensorBoard's writer is a sentence of Log's."""
+    if "tensorboard" not in type(ended.thread).__module__:
+        threading.__excepthook__(ended)
 
 
 def has_evaluation(line: dict) -> bool:
@@ -376,11 +403,13 @@ def code_digest(script: Path) -> int:
 
 def describe(options: dict, ranks: int, device) -> dict:
     """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
-    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
-                          cwd=Path(__file__).parent, capture_output=True, text=True)
+    git = ""  # also where there is no git, as in a slim container
+    with contextlib.suppress(OSError):
+        git = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
+                             cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     versions = {package.name: package.version for package in metadata.distributions()}
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=options, ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
-                git=done.stdout.strip(), code=code_digest(Path(sys.argv[0])),
+                git=git, code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))

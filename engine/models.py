@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -9,6 +10,11 @@ from transformers.utils import cached_file
 
 from engine.base import UserError, first_line, stable_hash
 
+# Masks and angles that older checkpoints hold, though the model computes them: they change nothing
+BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_state)$")
+# Names of classes with a head for the next token, or with none: then it is the tied embedding, or missing
+LANGUAGE_MODEL = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|"
+                            "^(?!.*(For|Reward|Heads)).*Model$")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py may pack
 
 
@@ -18,12 +24,19 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
+    if file_of(path, "adapter_config.json"):
+        raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
+                        "its model (peft's merge_and_unload), or give the model's folder without it.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise UserError(f"{wanted}: {first_line(error)}") from None
     if getattr(config, "quantization_config", None):
         raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
+    for name in config.architectures or []:
+        if not LANGUAGE_MODEL.search(name):
+            raise UserError(f"--model is '{path}', a {name} by its config.json, but must be a causal "
+                            "language model: its head must give the next token.")
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -53,13 +66,21 @@ def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     if wrong := sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]):
         raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
                         f"shape, among them {', '.join(wrong[:3])}; they would be random.")
+    if unused := sorted(key for key in info["unexpected_keys"] if not BUFFER.search(key)):
+        raise UserError(f"--model is '{path}', but a {type(model).__name__} does not use {len(unused)} of "
+                        f"its weights, among them {', '.join(unused[:3])}; without them it is another model.")
     return model
+
+
+def file_of(path: str, name: str) -> str | None:
+    """The path of a model's file, in its folder or in the Hub's cache; None if it has none."""
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
 
 
 def generation_config(path: str) -> bytes | None:
     """A model's generation_config.json; None if it has none."""
-    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False,
-                       _raise_exceptions_for_connection_errors=False)
+    file = file_of(path, "generation_config.json")
     return Path(file).read_bytes() if file else None
 
 

@@ -154,7 +154,7 @@ def read_flags(args_class: type, **options):
 
 
 # Options that the learning rate of a step depends on
-SCHEDULE = ("lr", "warmup", "steps", "epochs", "prompts_per_batch")
+SCHEDULE = ("lr", "warmup", "steps", "epochs")
 
 
 def parse_resumed(args_class: type, args, description: str):
@@ -175,8 +175,8 @@ def parse_resumed(args_class: type, args, description: str):
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
-        if name == "seed":
-            raise UserError(f"--seed is {value}, but the run in {args.machine.out} has {was}; start a new "
+        if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number
+            raise UserError(f"--{name} is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
         jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
         print0(f"Resuming with another --{name}: {value} (was {was}){jump}")

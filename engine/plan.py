@@ -8,7 +8,6 @@ has a table of models and flags."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -22,7 +21,7 @@ from engine.base import UserError, first_line
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
 from engine.options import uses_vllm
-from engine.ranks import print0, rank_and_ranks
+from engine.ranks import from_torchrun, print0, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
@@ -53,7 +52,7 @@ class Plan:
         self.args, self.machine, self.vllm = args, args.machine, uses_vllm(args.machine)
         self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not self.machine.gpu_gib:
-            self.gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
+            self.gpu = torch.cuda.get_device_properties(from_torchrun("LOCAL_RANK", 0)).total_memory
         self.c = 4 if self.machine.dtype == "float32" else 2  # bytes of a number in the compute type
         self.length = args.max_prompt_tokens + args.max_new_tokens  # of the longest prompt and response
         text = config.get_text_config()
@@ -163,7 +162,7 @@ class Plan:
         if self.disk() > there + free:
             found.append(f"the run takes up to {self.disk() / 1e9:,.0f} GB of disk, but {out} has "
                          f"{free / 1e9:,.0f} GB left; give another --out or a smaller --keep.")
-        here = self.host() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks
+        here = self.host() * from_torchrun("LOCAL_WORLD_SIZE", 1) / self.ranks
         if here > (free := free_memory()):
             found.append(f"--offload {self.machine.offload} takes {here / GIB:,.0f} GiB of this machine's "
                          f"memory, of which {free / GIB:,.0f} GiB are free.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from engine.base import UserError
 from engine.builtin import SMOLLM2, TOY
 from engine.options import parse
-from engine.ranks import all_gather, distributed, rank_and_ranks
+from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks
 
 
 def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
@@ -29,23 +30,26 @@ def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
     torch.manual_seed(seed)
     if small:
         torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc and os.environ.get("RANK"):
+        # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
+        libc.prctl(1, signal.SIGTERM)
     cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
     bf16 = dtype == "bfloat16" or dtype == "auto" and cuda
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
         if device.index >= torch.cuda.device_count():
             raise UserError("--nproc-per-node asks for more processes than the "
                             f"{torch.cuda.device_count()} GPU(s) here.")
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
-        if "MASTER_ADDR" not in os.environ:
+        if not (os.environ.get("MASTER_ADDR") and os.environ.get("RANK")):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         # a rank may wait for another that samples or scores much longer responses
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6),
                                 device_id=device if cuda else None)
-    libc = None if cuda or sys.platform != "linux" else ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if hasattr(libc, "mallopt") and not cuda:
         # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
@@ -57,10 +61,12 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
+    rank = 0
     try:
-        main(parse(args_class, toy, smollm2))
-    except UserError as error:
         rank, _ = rank_and_ranks()
+        with none_unused():
+            main(parse(args_class, toy, smollm2))
+    except UserError as error:
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
@@ -78,6 +84,25 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
+begun = []  # (folder, whether it was made) of the runs that this process began
+
+
+@contextlib.contextmanager
+def none_unused():
+    """If the block ends with an error, a run folder that holds only how its run began goes: then the same
+    command works again."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        for folder, made in begun:
+            if folder.is_dir() and {"lock", "run.json", "script.py", "tensorboard"}.issuperset(
+                    os.listdir(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+                if not made:
+                    folder.mkdir(exist_ok=True)
+        raise
+
+
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
 
 
@@ -91,22 +116,31 @@ def leave(code: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C: the number of the one that came, 0 before. The loop obeys it when a step is saved.
+    """The number of the signal that came (Ctrl-C: SIGINT), 0 before. The loop obeys it when a step is saved.
 
     A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
+    # the end of a Slurm job, Ctrl-C, what Slurm's --signal and submitit send before it, a closed terminal
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
-        self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
+        self.run_folder, self.saved, self.number, self.idle, self.came = run_folder, saved, 0, False, 0.0
 
     def listen(self) -> None:
-        """From now on a signal waits for the end of a step."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, self)
+        """From now on a signal waits for the end of a step. nohup's ignored SIGHUP stays ignored."""
+        for number in self.NUMBERS:
+            # a shell ignores Ctrl-C, too, for what it starts in the background
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
+                with contextlib.suppress(ValueError):  # only the main thread may
+                    signal.signal(number, self)
 
     def __call__(self, number, frame) -> None:
-        at_once, self.number, name = self.idle or self.number, number, signal.Signals(number).name
+        # Slurm signals every process of a job, and torchrun then passes on its own: both are one signal
+        again = self.number and time.monotonic() - self.came > 2
+        if self.number and not again and not self.idle:
+            return
+        at_once, self.number, name = self.idle or again, number, signal.Signals(number).name
+        self.came = time.monotonic()
         text = f"{name}: finishing this step, then writing a checkpoint (again: leave at once)"
         if at_once:
             text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"

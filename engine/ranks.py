@@ -16,12 +16,21 @@ from engine.base import UserError, first_line
 
 def distributed() -> bool:
     """Whether this process is one of torchrun's ranks. (Without ranks, vLLM opens a process group, too.)"""
-    return dist.is_initialized() and "RANK" in os.environ
+    return dist.is_initialized() and bool(os.environ.get("RANK"))
+
+
+def from_torchrun(name: str, default: int) -> int:
+    """An environment variable that torchrun sets; empty, as some launchers leave it, it is not set."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UserError(f"the environment variable {name} is '{text}', but must be a whole number, which "
+                        "torchrun sets; unset it to run one process.")
+    return int(text or default)
 
 
 def rank_and_ranks() -> tuple[int, int]:
     """torchrun's (rank of this process, number of ranks), also before these meet; (0, 1) without it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return from_torchrun("RANK", 0), from_torchrun("WORLD_SIZE", 1)
 
 
 def print0(text: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import util
 
 import torch
 
@@ -57,6 +58,8 @@ def machine_errors(args) -> list[str]:
                    "--sampler vllm.")
     elif args.machine.sampler == "vllm" and not args.machine.plan and not has_vllm():
         bad.append("--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf.")
+    if args.machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")):
+        bad.append("--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out.")
     for flag, value in (("--temperature", args.temperature),
                         ("--eval_temperature (evaluate.py: --temperature)", args.eval_temperature)):
         if uses_vllm(args.machine) and 0 < value < 0.01:
@@ -176,10 +179,10 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     return sampler
 
 
-def open_log(log: Log, machine, benchmarks: dict) -> StopSignal:
-    """Open the log where --resume goes on. The signals that will stop the loop."""
+def open_boards(log: Log, machine) -> StopSignal:
+    """Open the curves where --resume goes on. The signals that will stop the loop."""
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
-    log.open(done, benchmarks)
+    log.open_boards(done)
     return StopSignal(log.path, done)
 
 

@@ -12,7 +12,8 @@ from itertools import chain, groupby
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine.base import Request, Sample, UserError, timed
+from engine import VARIABLES
+from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
 from engine.models import load_model
 
 
@@ -29,9 +30,31 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
         options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
                        max_num_batched_tokens=max(8192, max_length),
                        kv_cache_memory_bytes=int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) << 30)
-    if "RANK" in os.environ:  # under torchrun: every rank calls its engine
+    if os.environ.get("RANK"):  # under torchrun: every rank calls its engine
         options["distributed_executor_backend"] = "external_launcher"
     return options
+
+
+def import_vllm():
+    """vLLM's class of engines. Raises UserError if it cannot read an environment variable of its own."""
+    try:
+        from vllm import LLM, envs
+    except ValueError as error:
+        raise UserError(f"vLLM cannot be loaded: {first_line(error)}{variables()}") from None
+    own = {name for name in os.environ if name.startswith("VLLM_")}
+    for name in own & envs.environment_variables.keys():
+        try:
+            envs.environment_variables[name]()
+        except Exception as error:
+            raise UserError(f"the environment variable {name} is '{os.environ[name]}', which vLLM cannot "
+                            f"read: {first_line(error)}.") from None
+    return LLM
+
+
+def variables() -> str:
+    """The environment variables of vLLM's that others have set than engine/: its errors seldom name them."""
+    others = sorted(os.environ.items() - VARIABLES.items())
+    return "".join(f"; {name} is '{value}'" for name, value in others if name.startswith("VLLM_"))
 
 
 class VLLMSampler:
@@ -46,7 +69,7 @@ class VLLMSampler:
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
-        from vllm import LLM  # only now: it replaces some of transformers' configs
+        LLM = import_vllm()  # only now: it replaces some of transformers' configs
         try:
             self.llm = LLM(
                 model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
@@ -57,7 +80,7 @@ class VLLMSampler:
         except Exception as error:
             raise UserError(f"vLLM does not start with --model, which is of the type "
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
-                            f"{' '.join(str(error).split())[:200]}") from None
+                            f"{' '.join(str(error).split())[:200]}{variables()}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
@@ -96,9 +119,10 @@ class VLLMSampler:
                  stop: list[str] = (), decode=None) -> list[list[Sample]]:
         """Responses per request, in one engine call. Temperature 0 is greedy. stop: texts that end one."""
         from vllm import SamplingParams
+        stop = stop_texts(stop)
         shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
                       flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=bool(stop),
-                      stop=list(stop), include_stop_str_in_output=bool(stop))
+                      stop=stop, include_stop_str_in_output=bool(stop), skip_special_tokens=not stop)
         params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **shared) for r in requests]
         prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
         groups = []

@@ -95,7 +95,7 @@ def toy_args(module, **overrides):
 @contextlib.contextmanager
 def signal_handlers_kept():
     """A run's handlers hold the run, and the run holds the lock of its folder."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in process.StopSignal.NUMBERS}
     try:
         yield
     finally:

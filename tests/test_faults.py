@@ -3,6 +3,7 @@ should be, and how a run ends."""
 
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,15 +21,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, fresh_state, make_policy, read_lines, run_toy, untimed
+import torch.distributed as dist
+from conftest import ROOT, SMALL, fresh_state, make_policy, read_lines, run_toy, signal_handlers_kept
+from conftest import untimed
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 import common
 import ttrl
-from engine import checkpoint
+from engine import checkpoint, process
 from engine.base import UserError
-from engine.process import leave
+from engine.models import load_model, read_config
+from engine.process import StopSignal, leave
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
              eval_every=3, eval_samples=1, eval_greedy=False)
@@ -168,12 +173,14 @@ def test_without_checkpoints_an_evaluation_ends_before_the_run_stops(tmp_path):
     process.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", StopSignal.NUMBERS, ids=lambda number: number.name)
 def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, number):
     out = tmp_path / "run"
     process = start(out, checkpoint_every=0)
     assert wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics_of(out)) >= 3, process)
-    os.kill(process.pid, number)
+    for _ in range(2):  # from Slurm and from torchrun: it is one signal
+        os.kill(process.pid, number)
+        time.sleep(0.01)
     process.join(60)
     assert process.exitcode == 128 + number
     done = metrics_of(out)[-1]["step"]
@@ -182,6 +189,23 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, numbe
     assert_same_runs(out, whole)
     record = json.loads((out / "run.json").read_text())  # of both starts
     assert [begun["args"]["resume"] for begun in [*record["before"], record]] == [False, True]
+
+
+@pytest.mark.parametrize("number", StopSignal.NUMBERS, ids=lambda number: number.name)
+def test_a_signal_that_nohup_ignores_stays_ignored_and_a_second_one_leaves(number, tmp_path, monkeypatch):
+    left, clock = [], iter([100.0, 100.5, 103.0, 103.0])
+    monkeypatch.setattr(process, "leave", left.append)
+    monkeypatch.setattr(process.time, "monotonic", lambda: next(clock))
+    with signal_handlers_kept():
+        signal.signal(number, signal.SIG_IGN)
+        stop = StopSignal(tmp_path, 0)
+        stop.listen()
+        assert (signal.getsignal(number) == signal.SIG_IGN) == (number != signal.SIGINT)
+    stop(number, None)
+    stop(number, None)
+    assert stop.number == number and not left
+    stop(number, None)
+    assert left == [128 + number]
 
 
 def test_a_signal_in_the_middle_of_a_print_stops_the_run(tmp_path, monkeypatch):
@@ -391,7 +415,8 @@ def test_a_strangers_folder_runs_no_code(tmp_path, launch, interrupted):
     run["args"] |= dict(model=str(model), trust_remote_code=True)
     (out / "run.json").write_text(json.dumps(run))
     code, _, errors = launch(resume=True, out=out)
-    assert code == 2 and "contains custom code" in errors and not executed.exists()
+    assert code == 2 and not executed.exists()
+    assert "contains custom code" in errors and "give --trust_remote_code, at every start" in errors
     launch(resume=True, out=out, trust_remote_code=True)
     assert executed.exists()  # it would have
 
@@ -417,6 +442,11 @@ def copy_of_the_toy(folder, file, change):
     return folder
 
 
+def extra(name):
+    """A tensor more in a file of weights."""
+    return lambda tensors: tensors.update({name: torch.ones(96)})
+
+
 BAD_MODELS = {
     "truncated": (WEIGHTS, (ROOT / "toy" / WEIGHTS).read_bytes()[:-99], "its weights cannot be read: "),
     "a tensor is missing": (WEIGHTS, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
@@ -424,9 +454,16 @@ BAD_MODELS = {
     "another shape": (CONFIG, dict(intermediate_size=200), "9 of its weights are missing or of another"),
     "NaN": (WEIGHTS, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.nan),
             "tokens have the probability NaN"),
+    "an adapter": ("adapter_config.json", b"{}", "which holds an adapter (adapter_config.json); merge it"),
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
 }
+for name in ("score.weight", "v_head.summary.weight", "model.layers.9.mlp.up_proj.weight", "lora_A.weight",
+             "model.layers.0.self_attn.q_norm.weight", "classifier.out_proj.bias"):
+    BAD_MODELS[name] = (WEIGHTS, extra(name), f"does not use 1 of its weights, among them {name};")
+for name in ("Qwen2ForSequenceClassification", "Qwen2ForTokenClassification", "LlamaForRewardModel",
+             "AutoModelForCausalLMWithValueHead", "GPT2DoubleHeadsModel", "BertForMaskedLM"):
+    BAD_MODELS[name] = (CONFIG, dict(architectures=[name]), f"a {name} by its config.json, but must be a causal")
 
 
 @pytest.mark.parametrize("fault", BAD_MODELS)
@@ -438,7 +475,105 @@ def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
     assert words in errors[errors.index("Error: "):]
 
 
+@pytest.mark.parametrize("file, change", [
+    (WEIGHTS, extra("model.layers.0.self_attn.rotary_emb.inv_freq")),
+    (WEIGHTS, extra("model.layers.1.self_attn.masked_bias")),
+    (WEIGHTS, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0})),
+    (CONFIG, dict(architectures=["QWen2ForCausalLM"])), (CONFIG, dict(architectures=None)),
+    (CONFIG, dict(architectures=["Qwen2Model"])),
+    (CONFIG, dict(architectures=["GPT2LMHeadModel"]))])
+def test_what_changes_no_model_is_read(tmp_path, file, change):
+    model = str(copy_of_the_toy(tmp_path / "model", file, change))
+    read_config(model, 8, 8)
+    assert_equal(load_model(model).state_dict(), load_model(str(ROOT / "toy")).state_dict())
+
+
 # --------------------------------------------- the folder, and how a run ends ------------------------------
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_all_files_of_the_final_model_follow_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        make_policy().save(tmp_path / "final", AutoTokenizer.from_pretrained(ROOT / "toy"))
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "final").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("name", "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT all git".split())
+def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
+    """An empty variable counts as unset; of git, no program or one that must not be executed."""
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    for variable in names:  # all, since a run alone in bfloat16 sets them
+        monkeypatch.delenv(variable, raising=False)
+        if name in ("all", variable):
+            monkeypatch.setenv(variable, "")
+    if name == "git":
+        (tmp_path / "git").write_text("")
+        monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, errors = launch(out=tmp_path / "run", dtype="bfloat16", **TINY | dict(steps=1))
+    dist.is_initialized() and dist.destroy_process_group()
+    assert code == 0, errors
+    assert bool(json.loads((tmp_path / "run/run.json").read_text())["git"]) == (name != "git")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_rank_that_is_no_number_is_named(tmp_path, launch, monkeypatch, name):
+    monkeypatch.setenv(name, "first")
+    code, _, errors = launch(out=tmp_path / "run", **TINY)
+    assert code == 2 and f"Error: the environment variable {name} is 'first', but must be a whole" in errors
+
+
+def raises(error):
+    """A function that does, whatever it is called with."""
+    def call(*arguments, **options):
+        raise error
+    return call
+
+
+@pytest.mark.parametrize("place, error, words", [
+    ("wandb.init", ValueError("no API key"), "Weights & Biases does not start: ValueError no API key; see"),
+    ("wandb.init", ConnectionError("no network"), "does not start: ConnectionError no network; see"),
+    ("torch.utils.tensorboard.SummaryWriter", OSError(28, "No space left on device"),
+     "tensorboard: OSError [Errno 28] No space left on device."),
+    ("engine.startup.load_model", UserError("bad weights."), "bad weights."),
+    ("common.sample", RuntimeError("a bug"), None), ("common.sample", KeyboardInterrupt(), None)])
+def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch, place, error, words):
+    """So the same command works, or fails, again. Curves are opened before weights are read."""
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: None, finish=print))
+    monkeypatch.setattr("engine.log.at_exit", [])
+    flags = TINY | dict(steps=1, wandb=True, out=tmp_path / "run")
+    with monkeypatch.context() as patch:
+        if words and place != "engine.startup.load_model":
+            patch.setattr("engine.startup.load_model", None)
+        patch.setattr(place, raises(error))
+        if words:
+            code, _, errors = launch(**flags)
+            assert code == 2 and words in errors and "Traceback" not in errors
+        else:
+            with pytest.raises(type(error)):
+                launch(**flags)
+    assert not (tmp_path / "run").exists()
+    assert launch(**flags)[0] == 0
+
+
+@pytest.mark.parametrize("writes", [0, 1, 40])
+def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, launch, monkeypatch, writes):
+    """The disk is full for TensorBoard's thread after so many writes."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+    calls, write = itertools.count(), RecordWriter.write
+
+    def full(self, data):
+        if next(calls) >= writes:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    code, printed, errors = launch(out=tmp_path / "run", **TINY)
+    assert code == 0 and "Traceback" not in errors and printed.count("Warning: the curves end here") == 1
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+
+
 def test_the_run_folder_describes_itself(whole):
     run = json.loads((whole / "run.json").read_text())
     assert run["args"]["seed"] == 1 and run["script"] == "ttrl" and run["command"]

@@ -25,6 +25,7 @@ import ttrl
 from engine.base import Request, UserError
 from engine.log import read_metrics
 from engine.options import make_args
+from engine.process import StopSignal
 from engine.ranks import gather_shares, share_of_rank, split_requests
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
@@ -297,11 +298,12 @@ def alive(pids) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim, number, moment", [
-    (0, signal.SIGKILL, "checkpoint"), ("agent", signal.SIGTERM, "step"),
-    ("agent", signal.SIGTERM, "evaluation")])
+    (0, signal.SIGKILL, "checkpoint"), ("agent", signal.SIGTERM, "evaluation"),
+    *(("agent", number, "step") for number in StopSignal.NUMBERS), (1, signal.SIGUSR1, "step"),
+    ("all", signal.SIGUSR2, "step")])
 def test_killed_on_two_ranks_and_bitwise_the_same(tmp_path, whole, victim, number, moment):
-    """kill -9 of a rank, SIGTERM of torchrun's agent: all leave within a minute, none is left behind, and
-    --resume on two ranks ends where the uninterrupted run does."""
+    """kill -9 of a rank, a signal for torchrun's agent, a rank, or all, as Slurm sends it: all leave within a
+    minute, none is left behind, and --resume on two ranks ends where the uninterrupted run does."""
     out = tmp_path / "run"
     process = torchrun(2, str(ROOT / "ttrl.py"), *KILLED, "--out", str(out))
     saved = 5 if moment == "evaluation" else 1  # after which there is one at once
@@ -312,7 +314,9 @@ def test_killed_on_two_ranks_and_bitwise_the_same(tmp_path, whole, victim, numbe
     ranks = listed.stdout.split()
     while moment == "checkpoint" and not list(out.glob("checkpoints/*.partial")) and alive(ranks) == 2:
         time.sleep(0.0005)
-    os.kill(process.pid if victim == "agent" else int(ranks[victim]), number)
+    victims = dict(agent=[process.pid], all=[process.pid, *map(int, ranks)])
+    for pid in victims.get(victim) or [int(ranks[victim])]:
+        os.kill(pid, number)
     began = time.time()
     ended(process, timeout=60)
     while alive(ranks) and time.time() - began < 60:

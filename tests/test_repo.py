@@ -169,6 +169,9 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(question_field="x"), "--dataset: {root}/toy/train.jsonl, row 1 has no column 'x'"),
     ("ttrl", dict(eval="math5"), "--eval: unknown data set 'math5'"),
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
+    ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
+    ("evaluate", dict(temperature=0, samples=2), "--samples is 2, but at temperature 0 (--preset"),
+    ("ttrl", dict(wandb=True), "--wandb is given, but wandb is not installed here; `pip install wandb` or"),
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders

@@ -58,6 +58,7 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
 
 @pytest.mark.parametrize("script, flags, sentence", [
     ("ttrl", ["--seed", "2"], "--seed is 2, but the run in .* has 1; start a new run."),
+    ("ttrl", ["--prompts_per_batch", "8"], "--prompts_per_batch is 8, but the run in .* has 16; start a new"),
     ("scrl", [], "is a run of ttrl.py")])
 def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
     with pytest.raises(UserError, match=sentence):

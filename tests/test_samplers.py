@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import typing
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -175,13 +177,37 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it():
 
     hf = HFSampler(TOY, STOP, CPU, torch.float32)
     free = flat(hf.generate(requests(limit=12), 1.0))
-    ended = flat(hf.generate(requests(limit=12), 1.0, stop=("ab",), decode=decode))
+    ended = flat(hf.generate(requests(limit=12), 1.0, stop=["ab"], decode=decode))
     for long, short in zip(free, ended, strict=True):
         text = decode(long.response_ids)
         end = text.find("ab") + 2 if "ab" in text else len(text)
         assert short.response_ids == long.response_ids[:end]
         assert short.finished == ("ab" in text or long.finished)
     assert sum(len(short.response_ids) for short in ended) < sum(len(long.response_ids) for long in free)
+
+
+@pytest.mark.parametrize("stop, ends", [
+    (["<|im_start|>"], [1]), (["<|endoftext|>"], [0]), (["no", "<|im_start|>", "<|endoftext|>"], [0, 1])])
+def test_a_special_token_ends_a_response(sampler, stop, ends):
+    """As common.generate asks for it. At temperature 5 the toy writes any token."""
+    run = SimpleNamespace(sampler=sampler, tokenizer=TOKENIZER, read_answer=None, args=common.Args())
+    work = [(common.Problem("question"), request) for request in requests(n=16, limit=100)]
+    free, ended = (flat(common.generate(run, work, 5.0, **more)) for more in ({}, dict(stop=stop)))
+    for long, short in zip(free, ended, strict=True):
+        found = [i for i, token in enumerate(long.response_ids) if token in ends]
+        end = found[0] + 1 if found else len(long.response_ids)
+        assert short.response_ids == long.response_ids[:end]
+        assert short.finished == (bool(found) or long.finished)
+    assert sum(response.response_ids[-1] in ends for response in ended) > 3
+
+
+@pytest.mark.parametrize("stop", ["stamps", "", [""], ("a", ""), b"ab", [2], [None]], ids=repr)
+def test_a_bare_or_an_empty_stop_is_refused(sampler, stop):
+    """Also before a fork's own sampling is called."""
+    run = SimpleNamespace(args=common.Args())
+    for ask in (partial(sampler.generate, requests(), 1.0), partial(common.sample, run, 1, [], 2)):
+        with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
+            ask(stop=stop)
 
 
 def test_two_samples_draw_the_same_numbers():
@@ -216,6 +242,19 @@ def constructor(monkeypatch):
     stand_in = mock.create_autospec(vllm.LLM)
     monkeypatch.setattr(vllm, "LLM", stand_in)
     return stand_in
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("VLLM_CPU_KVCACHE_SPACE", "much", "the environment variable VLLM_CPU_KVCACHE_SPACE is 'much', which"),
+    ("VLLM_PORT", "http", "the environment variable VLLM_PORT is 'http', which vLLM cannot read"),
+    ("VLLM_TRACE_FUNCTION", "yes", "the environment variable VLLM_TRACE_FUNCTION is 'yes', which vLLM"),
+    ("VLLM_CPU_OMP_THREADS_BIND", "nobody", "; VLLM_CPU_OMP_THREADS_BIND is 'nobody'")])
+def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value, words):
+    """The last is one of which vLLM complains only in the engine, and does not name it."""
+    constructor.side_effect = ValueError("invalid literal for int()")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        gpu_sampler("cpu")
 
 
 def gpu_sampler(device="cuda", **flags):

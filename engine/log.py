@@ -90,7 +90,7 @@ class Log:
         elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
         else:
-            begun.append((out, not out.is_dir()))
+            begun.append(out)
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
@@ -352,14 +352,7 @@ def evaluation_table(history: list[dict]) -> str:
 
 
 def vote_record(group: dict) -> dict:
-    """One prompt's vote in short, for votes.jsonl.
-
-    problem, answer: its text and gold answer; n: responses; counts: [[answer, votes], ...], most votes
-    first, of an answer its first 40 characters; majority: the first of these answers, whole (null: none);
-    flipped: whether it differs from the problem's last one, in an earlier step (null: there is none);
-    share: of the majority; gold: the place of the gold answer in counts (null: nobody gave it, or there is
-    none); right: whether the majority is (null: no gold answer); label: right, wrong, none (the script
-    abstained) or given (no gold answer), of several weighted labels the heaviest; trained: responses."""
+    """One prompt's vote in short, for votes.jsonl: docs/metrics.md names the fields."""
     prompt, label, verdicts = group["prompt"], group["label"], group["verdicts"]
     classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()

@@ -64,8 +64,11 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     rank = 0
     try:
         rank, _ = rank_and_ranks()
-        with none_unused():
+        try:
             main(parse(args_class, toy, smollm2))
+        except (Exception, KeyboardInterrupt):
+            remove_unused()
+            raise
     except UserError as error:
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -84,23 +87,14 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
-begun = []  # (folder, whether it was made) of the runs that this process began
+begun = []  # folders of the runs that this process began
 
 
-@contextlib.contextmanager
-def none_unused():
-    """If the block ends with an error, a run folder that holds only how its run began goes: then the same
-    command works again."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        for folder, made in begun:
-            if folder.is_dir() and {"lock", "run.json", "script.py", "tensorboard"}.issuperset(
-                    os.listdir(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
-                if not made:
-                    folder.mkdir(exist_ok=True)
-        raise
+def remove_unused() -> None:
+    """Remove the folder of a run that has written no more than how it began: the same command works again."""
+    for folder in begun:
+        if folder.is_dir() and set(os.listdir(folder)) <= {"lock", "run.json", "script.py", "tensorboard"}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers

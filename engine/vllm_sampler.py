@@ -36,23 +36,19 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
 
 
 def import_vllm():
-    """vLLM's class of engines. Raises UserError if it cannot read an environment variable of its own."""
+    """vLLM's class of engines. Raises UserError if it cannot read one of its environment variables."""
     try:
         from vllm import LLM, envs
-    except ValueError as error:
-        raise UserError(f"vLLM cannot be loaded: {first_line(error)}{variables()}") from None
-    own = {name for name in os.environ if name.startswith("VLLM_")}
-    for name in own & envs.environment_variables.keys():
-        try:
-            envs.environment_variables[name]()
-        except Exception as error:
-            raise UserError(f"the environment variable {name} is '{os.environ[name]}', which vLLM cannot "
-                            f"read: {first_line(error)}.") from None
-    return LLM
+        for name in [name for name in os.environ if name.startswith("VLLM_")]:
+            getattr(envs, name, None)
+        return LLM
+    except (ValueError, LookupError, AssertionError) as error:
+        raise UserError(f"vLLM cannot read its environment variables: {first_line(error)}"
+                        f"{variables()}.") from None
 
 
 def variables() -> str:
-    """The environment variables of vLLM's that others have set than engine/: its errors seldom name them."""
+    """vLLM's environment variables that engine/ did not set, for an error: it seldom names them."""
     others = sorted(os.environ.items() - VARIABLES.items())
     return "".join(f"; {name} is '{value}'" for name, value in others if name.startswith("VLLM_"))
 

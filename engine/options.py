@@ -71,8 +71,8 @@ class Machine:
     resume: bool = False
     """Continue from the newest checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
-    """Steps between checkpoints. One is also written before an evaluation, and on SIGTERM or Ctrl-C after the
-    step (torchrun kills after 30 s: give it a longer --shutdown-timeout). 0: only on a signal."""
+    """Steps between checkpoints. One is also written before an evaluation, and after the step on Ctrl-C,
+    SIGTERM, SIGHUP, SIGUSR1 or 2 (torchrun waits for 30 s: see its --shutdown-timeout). 0: only then."""
     keep: Count = 2
     """Checkpoints kept."""
     log_texts: CountOrZero = 2

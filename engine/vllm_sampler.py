@@ -36,21 +36,18 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
 
 
 def import_vllm():
-    """vLLM's class of engines. Raises UserError if it cannot read one of its environment variables."""
+    """(its class of engines, the environment variables of vLLM's that a user has set, for errors: they seldom
+    name the one at fault). Raises UserError if it cannot read one."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    given = {name: value for name, value in given.items() if VARIABLES.get(name) != value}
+    shown = "".join(f"; {name} is '{given[name]}'" for name in sorted(given))
     try:
         from vllm import LLM, envs
-        for name in [name for name in os.environ if name.startswith("VLLM_")]:
-            getattr(envs, name, None)
-        return LLM
+        for name in given.keys() & envs.environment_variables.keys():
+            envs.environment_variables[name]()
+        return LLM, shown
     except (ValueError, LookupError, AssertionError) as error:
-        raise UserError(f"vLLM cannot read its environment variables: {first_line(error)}"
-                        f"{variables()}.") from None
-
-
-def variables() -> str:
-    """vLLM's environment variables that engine/ did not set, for an error: it seldom names them."""
-    others = sorted(os.environ.items() - VARIABLES.items())
-    return "".join(f"; {name} is '{value}'" for name, value in others if name.startswith("VLLM_"))
+        raise UserError(f"vLLM cannot read its environment variables: {first_line(error)}{shown}.") from None
 
 
 class VLLMSampler:
@@ -65,7 +62,7 @@ class VLLMSampler:
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
-        LLM = import_vllm()  # only now: it replaces some of transformers' configs
+        LLM, given = import_vllm()  # only now: it replaces some of transformers' configs
         try:
             self.llm = LLM(
                 model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
@@ -76,7 +73,7 @@ class VLLMSampler:
         except Exception as error:
             raise UserError(f"vLLM does not start with --model, which is of the type "
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
-                            f"{' '.join(str(error).split())[:200]}{variables()}") from None
+                            f"{' '.join(str(error).split())[:200]}{given}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too

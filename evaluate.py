@@ -27,7 +27,7 @@ from engine.base import UserError, write_atomically
 from engine.builtin import SMOLLM2
 from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
-from engine.options import make_args, out_of_range
+from engine.options import Shared, make_args, out_of_range
 from engine.ranks import print0, rank_and_ranks
 from engine.vllm_sampler import VLLMSampler
 
@@ -52,7 +52,7 @@ REAL = dict(benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")
 
 
 @dataclass
-class Args:
+class Args(Shared):
     model: str = ""
     """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a small real one."""
     benchmarks: str = "math500,aime24"
@@ -71,16 +71,8 @@ class Args:
     """Length limit of a response."""
     prompt: str | None = None
     """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
-    template_vars: str = ""
-    """Variables of the model's chat template, a JSON object, as in training."""
     max_prompt_tokens: common.Count | None = None
     """The responses to a longer prompt count as wrong."""
-    show_prompt: bool = False
-    """Print the exact text of the first prompt and exit."""
-    question_field: str = ""
-    """Column of the question; empty: found from a list of usual names."""
-    answer_field: str = ""
-    """Column of the gold answer; empty: found likewise."""
     grader: Literal["answers", "math_verify"] = "answers"
     """What is right: answers that equal gold by answers/; or, to compare with published numbers, what
     Math-Verify finds in the response's text (docs/readings.md). Votes of maj@k are counted by answers/."""
@@ -88,18 +80,10 @@ class Args:
     """The samples' seeds derive from it."""
     sampler: Literal["auto", "vllm", "hf"] | None = None
     """auto: vLLM if it imports, else transformers."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on GPU, float32 on CPU."""
     gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
-    tensor_parallel: common.Count = 1
-    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
     save_generations: bool = False
     """Write every response with its verdict to generations.jsonl."""
-    out: str = ""
-    """Folder for results.json; empty: runs/evaluate-<time>-<process>."""
 
     def run_args(self) -> common.Args:
         """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""
@@ -110,14 +94,12 @@ class Args:
         if chosen["temperature"] == 0 and (self.samples or 1) > 1:
             raise UserError(f"--samples is {self.samples}, but at temperature 0 (--preset greedy) a problem "
                             "has one response; leave it out, or give a --temperature.")
-        shared = ("seed dtype gpu_memory tensor_parallel trust_remote_code "
-                  "out question_field answer_field show_prompt template_vars").split()
-        options = {name: getattr(self, name) for name in shared}
+        options = {name: getattr(self, name) for name in Shared.__dataclass_fields__}
         for name in "max_new_tokens max_prompt_tokens prompt sampler".split():
             options[name] = chosen.pop(name)
         options |= {f"eval_{name}": value for name, value in chosen.items()}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
-        options |= dict(model=trained_model(self.model), eval=self.benchmarks)
+        options |= dict(model=trained_model(self.model), eval=self.benchmarks, seed=self.seed)
         return make_args(common.Args, options)
 
 

@@ -113,29 +113,23 @@ class Log:
     def open_boards(self, steps_done: int) -> None:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
         self.first_step = steps_done + 1
-        if self.machine.wandb:
-            on_all_ranks(self._open_wandb, lambda reason: (
-                f"--wandb is given, but Weights & Biases does not start: {reason}; see `wandb login`."))
-        on_all_ranks(self._open_tensorboard, lambda reason: (
-            f"TensorBoard cannot write to {self.path / 'tensorboard'}: {reason}."))
+        names = "--wandb or TensorBoard" if self.machine.wandb else "TensorBoard"
+        on_all_ranks(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
 
-    def _open_wandb(self) -> None:
-        if self.rank == 0:
-            import torch.utils.tensorboard  # whose numbers Weights & Biases takes  # noqa: F401
+    def _open_boards(self) -> None:
+        if self.rank:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        if self.machine.wandb:
             import wandb
             at_exit.append(wandb.finish)  # also where a run ends without unwinding
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=self.options, sync_tensorboard=True)
-
-    def _open_tensorboard(self) -> None:
-        if self.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
-            threading.excepthook = show_traceback
+        self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
+        threading.excepthook = show_traceback
 
     def _draw(self, method: str, *values) -> None:
-        """Call a method of TensorBoard's writer. If it fails, as on a full disk, the curves end, not the
-        run."""
+        """Call a method of TensorBoard's writer. If that fails, as on a full disk, the curves end."""
         try:
             if self.board:
                 getattr(self.board, method)(*values)

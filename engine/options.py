@@ -29,7 +29,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 # ----------------------------------------------- options that no paper sets --------------------------------
 @dataclasses.dataclass
-class Machine:
+class Shared:
+    """The options that evaluate.py has, too."""
     template_vars: str = ""
     """Variables of the model's chat template, a JSON object such as '{"enable_thinking": false}'. Where a
     template writes today's date, it is 26 July 2024, so that prompts stay the same."""
@@ -45,11 +46,19 @@ class Machine:
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
     tensor_parallel: Count = 1
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""
+    out: str = ""
+    """Run folder; empty: runs/<script>-<time>-<process>."""
+
+
+@dataclasses.dataclass
+class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
     """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
     limits are 0.05 (a warning) and 0.5 on average."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False
     """Padded rows and full logits, the slow and obvious way, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
@@ -66,8 +75,6 @@ class Machine:
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
     """Evaluate the initial model."""
-    out: str = ""
-    """Run folder; empty: runs/<script>-<time>-<process>."""
     resume: bool = False
     """Continue from the newest checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
@@ -79,8 +86,6 @@ class Machine:
     """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
 
 
 def has_vllm() -> bool:

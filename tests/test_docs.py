@@ -22,8 +22,8 @@ HEADERS = [["row", "command", "paper"], ["row", "command", "read", "paper"]]
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
 METRIC = r"eval/[\w.]+/[\w@]+|(?:seconds|agreeing)/\w+|(?:pass|maj)@\w+|[a-z]+(?:_[a-z]+)+"
-# torchrun's and pytest's
-KNOWN_FLAGS = "nproc-per-node shutdown-timeout signals-to-handle nnodes node-rank master-addr durations".split()
+KNOWN_FLAGS = ("nproc-per-node shutdown-timeout signals-to-handle nnodes node-rank master-addr "  # torchrun's
+               "durations").split()  # pytest's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_recipe = pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
 

@@ -532,10 +532,10 @@ def raises(error):
 
 
 @pytest.mark.parametrize("place, error, words", [
-    ("wandb.init", ValueError("no API key"), "Weights & Biases does not start: ValueError no API key; see"),
-    ("wandb.init", ConnectionError("no network"), "does not start: ConnectionError no network; see"),
+    ("wandb.init", ValueError("no API key"), "--wandb or TensorBoard does not start: ValueError no API key."),
+    ("wandb.init", ConnectionError("no network"), "does not start: ConnectionError no network."),
     ("torch.utils.tensorboard.SummaryWriter", OSError(28, "No space left on device"),
-     "tensorboard: OSError [Errno 28] No space left on device."),
+     "does not start: OSError [Errno 28] No space left on device."),
     ("engine.startup.load_model", UserError("bad weights."), "bad weights."),
     ("common.sample", RuntimeError("a bug"), None), ("common.sample", KeyboardInterrupt(), None)])
 def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch, place, error, words):

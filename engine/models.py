@@ -24,13 +24,14 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
-    if file_of(path, "adapter_config.json"):
-        raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
-                        "its model (peft's merge_and_unload), or give the model's folder without it.")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        adapter = file_of(path, "adapter_config.json")
+        config = None if adapter else AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise UserError(f"{wanted}: {first_line(error)}") from None
+    if adapter:
+        raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
+                        "its model (peft's merge_and_unload), or give the model's folder without it.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
     for name in config.architectures or []:

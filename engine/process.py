@@ -64,22 +64,22 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     rank = 0
     try:
         rank, _ = rank_and_ranks()
-        try:
-            main(parse(args_class, toy, smollm2))
-        except (Exception, KeyboardInterrupt):
-            remove_unused()
+        main(parse(args_class, toy, smollm2))
+    except (Exception, KeyboardInterrupt) as error:
+        for folder in begun:  # one that holds no more goes, so that the same command works again
+            if folder.is_dir() and not set(os.listdir(folder)) - BEGINNING:
+                shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
+                           "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
+                           "--plan shows what takes it; --resume continues from the newest checkpoint.")
+        if not isinstance(error, UserError):
             raise
-    except UserError as error:
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
-                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
-                       "takes it; --resume continues from the newest checkpoint.")
-        raise
     if distributed() and "vllm" not in sys.modules:
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
@@ -87,16 +87,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
-begun = []  # folders of the runs that this process began
-
-
-def remove_unused() -> None:
-    """Remove the folder of a run that has written no more than how it began: the same command works again."""
-    for folder in begun:
-        if folder.is_dir() and set(os.listdir(folder)) <= {"lock", "run.json", "script.py", "tensorboard"}:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
+begun = []  # folders of the runs that this process began, and what is in them before anything is computed
+BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
 
 

@@ -23,8 +23,7 @@ def from_torchrun(name: str, default: int) -> int:
     """An environment variable that torchrun sets; empty, as some launchers leave it, it is not set."""
     text = os.environ.get(name, "").strip()
     if text and not text.isdecimal():
-        raise UserError(f"the environment variable {name} is '{text}', but must be a whole number, which "
-                        "torchrun sets; unset it to run one process.")
+        raise UserError(f"the environment variable {name} is '{text}', but must be a whole number or unset.")
     return int(text or default)
 
 

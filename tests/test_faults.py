@@ -18,6 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -500,11 +501,13 @@ def test_all_files_of_the_final_model_follow_umask(tmp_path, umask):
     assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~umask}
 
 
-@pytest.mark.parametrize("name", "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT all git".split())
+RANKS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+
+
+@pytest.mark.parametrize("name", [*RANKS, "all", "git"])
 def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
     """An empty variable counts as unset; of git, no program or one that must not be executed."""
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-    for variable in names:  # all, since a run alone in bfloat16 sets them
+    for variable in RANKS:  # all, since a run alone in bfloat16 sets them
         monkeypatch.delenv(variable, raising=False)
         if name in ("all", variable):
             monkeypatch.setenv(variable, "")
@@ -524,13 +527,6 @@ def test_a_rank_that_is_no_number_is_named(tmp_path, launch, monkeypatch, name):
     assert code == 2 and f"Error: the environment variable {name} is 'first', but must be a whole" in errors
 
 
-def raises(error):
-    """A function that does, whatever it is called with."""
-    def call(*arguments, **options):
-        raise error
-    return call
-
-
 @pytest.mark.parametrize("place, error, words", [
     ("wandb.init", ValueError("no API key"), "--wandb or TensorBoard does not start: ValueError no API key."),
     ("wandb.init", ConnectionError("no network"), "does not start: ConnectionError no network."),
@@ -546,7 +542,7 @@ def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch
     with monkeypatch.context() as patch:
         if words and place != "engine.startup.load_model":
             patch.setattr("engine.startup.load_model", None)
-        patch.setattr(place, raises(error))
+        patch.setattr(place, mock.Mock(side_effect=error))
         if words:
             code, _, errors = launch(**flags)
             assert code == 2 and words in errors and "Traceback" not in errors
@@ -560,15 +556,9 @@ def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch
 @pytest.mark.parametrize("writes", [1, 40])
 def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, launch, monkeypatch, writes):
     """The disk is full for TensorBoard's thread after so many writes."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-    calls, write = itertools.count(), RecordWriter.write
-
-    def full(self, data):
-        if next(calls) >= writes:
-            raise OSError(28, "No space left on device")
-        write(self, data)
-
-    monkeypatch.setattr(RecordWriter, "write", full)
+    full = itertools.chain([None] * writes, itertools.repeat(OSError(28, "No space left on device")))
+    record = "tensorboard.summary.writer.record_writer.RecordWriter.write"
+    monkeypatch.setattr(record, mock.Mock(side_effect=full))
     code, printed, errors = launch(out=tmp_path / "run", **TINY)
     assert code == 0 and "Traceback" not in errors and printed.count("Warning: the curves end here") == 1
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]

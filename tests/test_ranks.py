@@ -9,9 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +18,9 @@ from conftest import ROOT, SCRIPTS, fresh_state, launched_with, load_script, rea
 from equations import relative_error
 from safetensors.torch import load_file, save_file
 
-import common
 import ttrl
-from engine.base import Request, UserError
+from engine.base import Request
 from engine.log import read_metrics
-from engine.options import make_args
 from engine.process import StopSignal
 from engine.ranks import gather_shares, share_of_rank, split_requests
 
@@ -374,26 +370,19 @@ def test_the_same_run_with_shared_engines(tmp_path, llama):
 @pytest.mark.parametrize("per_engine", [1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
 def test_shares_of_engines(count, per_engine, monkeypatch):
-    """Four ranks, here threads: every item once and in order, on all; ranks of an engine share theirs."""
-    barrier, this, parts, shares = threading.Barrier(4, timeout=60), threading.local(), [None] * 4, [None] * 4
+    """Four ranks, one by one: every item once and in order, on all; ranks of an engine share theirs."""
+    sent, received = [], []
 
-    def gather(part):
-        parts[this.rank] = part
-        barrier.wait()
-        return parts
+    def on_rank(rank, gather):
+        monkeypatch.setattr("engine.ranks.rank_and_ranks", lambda: (rank, 4))
+        monkeypatch.setattr("engine.ranks.all_gather", gather)
+        return gather_shares(share_of_rank(list(range(count)), per_engine), per_engine)
 
-    def on_rank(rank):
-        this.rank = rank
-        shares[rank] = share_of_rank(list(range(count)), per_engine)
-        return gather_shares([(item, rank) for item in shares[rank]], per_engine)
-
-    monkeypatch.setattr("engine.ranks.rank_and_ranks", lambda: (this.rank, 4))
-    monkeypatch.setattr("engine.ranks.all_gather", gather)
-    with ThreadPoolExecutor(4) as threads:
-        for results in threads.map(on_rank, range(4)):
-            assert [item for item, _ in results] == list(range(count))
-            assert all(rank % per_engine == 0 for _, rank in results)
-    assert all(shares[i] == shares[i // per_engine * per_engine] for i in range(4))
+    for rank in range(4):
+        on_rank(rank, lambda part: sent.append(part) or [[]] * 4)
+    received = [on_rank(rank, lambda part: sent) for rank in range(4)]
+    assert received == [list(range(count))] * 4
+    assert [part is None for part in sent] == [rank % per_engine > 0 for rank in range(4)]
 
 
 @pytest.mark.parametrize("engines, prompts, n, expected", [
@@ -418,17 +407,8 @@ def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
     (8, dict(tensor_parallel=3), "--tensor_parallel is 3, but must divide the number of ranks, 8."),
     (2, dict(tensor_parallel=2, sampler="hf"),
      "--tensor_parallel is 2, but only vLLM splits a model among ranks; give --sampler vllm."),
-])
-def test_bad_values_are_one_sentence(monkeypatch, ranks, values, sentence):
+    (2, dict(tensor_parallel=2), "--tensor_parallel is 2, but must divide the attention heads")])  # 3
+def test_bad_values_are_one_sentence(tmp_path, launch, monkeypatch, ranks, values, sentence):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert make_args(ttrl.Args, {"sampler": "vllm", **values}).errors() == [sentence]
-
-
-def test_a_model_that_does_not_split_is_refused(tmp_path, monkeypatch):
-    """The toy has 3 heads."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    args = make_args(
-        ttrl.Args, common.TOY | dict(sampler="vllm", tensor_parallel=2, out=str(tmp_path / "run")))
-    with pytest.raises(UserError, match="--tensor_parallel is 2, but must divide the attention heads"):
-        common.start(args)
-    assert not (tmp_path / "run").exists()
+    code, _, errors = launch(**{"sampler": "vllm", **values}, out=tmp_path / "run")
+    assert code == 2 and errors.startswith(f"Error: {sentence}") and not (tmp_path / "run").exists()

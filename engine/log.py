@@ -89,8 +89,6 @@ class Log:
             run = read_run(out)
         elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
-        else:
-            begun.append(out)
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
@@ -106,6 +104,8 @@ class Log:
             self.before = run["identity"]
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
+        else:
+            begun.append(out)
         script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))

@@ -130,6 +130,11 @@ class StopSignal:
         text = f"{name}: finishing this step, then writing a checkpoint (again: leave at once)"
         if at_once:
             text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"
+        for stream in (1, 2):
+            try:
+                os.write(stream, b"")
+            except OSError:  # it is a terminal that was closed: all that is printed from now on would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
             os.write(2, f"\n{text}\n".encode())
         if at_once:

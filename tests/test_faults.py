@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import pty
 import random
 import shutil
 import signal
@@ -207,6 +208,22 @@ def test_a_signal_that_nohup_ignores_stays_ignored_and_a_second_one_leaves(numbe
     assert stop.number == number and not left
     stop(number, None)
     assert left == [128 + number]
+
+
+def test_a_closed_terminal_does_not_stop_the_step_before_it_is_saved(tmp_path):
+    """SIGHUP comes with it, and from then on nothing can be printed there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        stop = StopSignal(tmp_path, 0)
+        stop.listen()
+        os.write(1, b"ready")
+        while not stop.number:
+            time.sleep(0.01)
+        os.write(1, b"saved") + os.write(2, b"saved")
+        os._exit(42)
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
 
 
 def test_a_signal_in_the_middle_of_a_print_stops_the_run(tmp_path, monkeypatch):

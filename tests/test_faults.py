@@ -214,13 +214,15 @@ def test_a_closed_terminal_does_not_stop_the_step_before_it_is_saved(tmp_path):
     """SIGHUP comes with it, and from then on nothing can be printed there."""
     pid, terminal = pty.fork()
     if pid == 0:
-        stop = StopSignal(tmp_path, 0)
-        stop.listen()
-        os.write(1, b"ready")
-        while not stop.number:
-            time.sleep(0.01)
-        os.write(1, b"saved") + os.write(2, b"saved")
-        os._exit(42)
+        try:
+            stop = StopSignal(tmp_path, 0)
+            stop.listen()
+            os.write(1, b"ready")
+            while not stop.number:
+                time.sleep(0.01)
+            os._exit(40 + os.write(1, b".") + os.write(2, b"."))
+        finally:
+            os._exit(1)
     assert os.read(terminal, 5) == b"ready"
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42

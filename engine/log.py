@@ -274,8 +274,7 @@ class Log:
         self.begin_step()
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
-        """Write scores and verdicts of the policy that has made so many steps: a line of
-        metrics.jsonl and one per benchmark of evaluations.jsonl."""
+        """Write a line of metrics.jsonl and one per benchmark of evaluations.jsonl."""
         for name, graded in verdicts.items():
             known = [verdict for verdict in graded if verdict["known"]]
             self.append("evaluations.jsonl", dict(
@@ -289,8 +288,7 @@ class Log:
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the policy that has made so many steps is still to be evaluated."""
         due = step == self.total_steps or self.eval_every and step % self.eval_every == 0
-        if step == 0:
-            due = self.machine.eval_start
+        due = due if step else self.machine.eval_start
         return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:

@@ -539,11 +539,18 @@ def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
     assert bool(json.loads((tmp_path / "run/run.json").read_text())["git"]) == (name != "git")
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_rank_that_is_no_number_is_named(tmp_path, launch, monkeypatch, name):
-    monkeypatch.setenv(name, "first")
+@pytest.mark.parametrize("ranks, words", [
+    (dict(RANK="first"), "the environment variable RANK is 'first', but must be a whole number or unset."),
+    (dict(WORLD_SIZE="two"), "the environment variable WORLD_SIZE is 'two', but must be a whole number or"),
+    (dict(RANK="0", WORLD_SIZE="2"), "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not:")])
+def test_ranks_that_cannot_meet_are_one_sentence(tmp_path, launch, monkeypatch, ranks, words):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process, "ctypes", mock.Mock())  # this process does not end with its parent
     code, _, errors = launch(out=tmp_path / "run", **TINY)
-    assert code == 2 and f"Error: the environment variable {name} is 'first', but must be a whole" in errors
+    assert code == 2 and f"Error: {words}" in errors
 
 
 @pytest.mark.parametrize("place, error, words", [

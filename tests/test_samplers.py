@@ -187,11 +187,12 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it():
 
 
 @pytest.mark.parametrize("stop, ends", [
-    (["<|im_start|>"], [1]), (["<|endoftext|>"], [0]), (["no", "<|im_start|>", "<|endoftext|>"], [0, 1])])
+    (["<|im_start|>"], [1]), (["<|endoftext|>"], [0]),
+    (["no such text", "<|im_start|>", "<|endoftext|>"], [0, 1])])
 def test_a_special_token_ends_a_response(sampler, stop, ends):
     """The toy, with a norm that makes every token likely, sampled by common.generate."""
     original = list(make_policy().named_tensors())
-    sampler.load((name, tensor * (0.2 if name == "model.norm.weight" else 1)) for name, tensor in original)
+    sampler.load((name, tensor * (0.05 if name == "model.norm.weight" else 1)) for name, tensor in original)
     run = SimpleNamespace(sampler=sampler, tokenizer=TOKENIZER, read_answer=None, args=common.Args())
     work = [(common.Problem("question"), request) for request in requests(n=16, limit=100)]
     free, ended = (flat(common.generate(run, work, 1.0, **more)) for more in ({}, dict(stop=stop)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
 
 class UserError(Exception):
@@ -78,8 +78,8 @@ def first_line(error: BaseException) -> str:
     if "trust_remote_code=True" in str(error):
         return (f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code, at every start (a "
                 "run's folder does not keep it)")
-    if isinstance(error, OSError) and error.filename and error.errno != errno.ENOENT:
-        return (f"'{error.filename}' cannot be used ({error.strerror}); HF_HOME names another cache")
+    if isinstance(error, OSError) and str(error.filename).startswith((HF_HOME, HF_HUB_CACHE)):
+        return f"the cache {error.filename} cannot be used ({error.strerror}); HF_HOME names another"
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 

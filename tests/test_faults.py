@@ -509,7 +509,7 @@ def test_what_changes_no_model_is_read(tmp_path, file, change):
 
 
 @pytest.mark.parametrize("error, sentence", [
-    (PermissionError(13, "denied", f"{HF_HOME}/modules"), f"the cache {HF_HOME}/modules cannot be used (denied); H"),
+    (PermissionError(13, "denied", f"{HF_HOME}/modules"), f"the cache {HF_HOME}/modules cannot be used (d"),
     (FileNotFoundError(2, "no", HF_HOME), f"the cache {HF_HOME} cannot be used (no); HF_HOME names another"),
     (FileNotFoundError(2, "no", "model/config.json"), "[Errno 2] no: 'model/config.json'")])
 def test_a_cache_that_cannot_be_written_is_named(error, sentence):

@@ -22,14 +22,14 @@ from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
 from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, model_folder  # "as": for scripts
-from engine.checkpoint import restore as restore, save_when_due as save_when_due
+from engine.checkpoint import restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
 from engine.models import read_config
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
 from engine.options import Positive, PositiveShare, Share, options_dict
 from engine.policy import check_batch
-from engine.process import launch as launch, start_processes
+from engine.process import StopSignal, launch as launch, start_processes
 from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
 from engine.ranks import split_requests
 from engine.tokenizer import read_tokenizer
@@ -199,12 +199,14 @@ def start(args: Args, train: bool = True,
     device, dtype = start_processes(args.seed, machine.dtype, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device) if train else {}
     log = Log(machine, args.eval_every, options_dict(args), memory, device, startup.digests(sets, stop_ids))
-    stop = startup.open_boards(log, machine) if train else None
+    done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
+    if train:
+        log.open_boards(done)  # before weights are read, since it may fail
     models = path, device, dtype, machine, args.max_prompt_tokens + args.max_new_tokens
     policies = startup.load_policies(*models, log, train, args.kl_coef > 0, adapt, **memory)
     sampler = startup.load_sampler(*models, stop_ids, args.seed, policies[0])
-    return startup.Run(args, tokenizer, problems, benchmarks, total_steps, *policies, sampler, log, stop,
-                       device, dtype, answer_keys, read_answer, generate)
+    return startup.Run(args, tokenizer, problems, benchmarks, total_steps, *policies, sampler, log,
+                       StopSignal(log.path, done), device, dtype, answer_keys, read_answer, generate)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------

@@ -12,7 +12,6 @@ from importlib import util
 import torch
 
 from engine.base import UserError, stable_hash
-from engine.checkpoint import steps_done
 from engine.data import Row, read_rows
 from engine.hf_sampler import HFSampler
 from engine.log import Log
@@ -129,7 +128,7 @@ class Run:
     reference: Policy | None  # the frozen initial model; None without a KL term
     sampler: HFSampler | VLLMSampler
     log: Log
-    stop: StopSignal | None  # None: evaluate.py's
+    stop: StopSignal
     device: torch.device
     dtype: torch.dtype
     answer_keys: Callable | None
@@ -177,13 +176,6 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
     torch.manual_seed(seed)  # building a vLLM engine re-seeds the process
     return sampler
-
-
-def open_boards(log: Log, machine) -> StopSignal:
-    """Open the curves where --resume goes on. The signals that will stop the loop."""
-    done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
-    log.open_boards(done)
-    return StopSignal(log.path, done)
 
 
 # ------------------------------------------------ what a run is ---------------------------------------------

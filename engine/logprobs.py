@@ -5,6 +5,7 @@ only attention sees rows of responses. By chunks: logits exist for a few tokens 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby, takewhile
 
 import torch
@@ -16,13 +17,48 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
+# --------------------------------------------- float32 logits ----------------------------------------------
+def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
+    """Matrix product as this type, summed in float32. A CPU multiplies float32 faster than bfloat16."""
+    if a.device.type == "cpu":
+        return (a.float() @ b.float()).to(dtype)
+    return torch.mm(a.to(b.dtype), b, out_dtype=dtype)
+
+
+class Float32Product(torch.autograd.Function):
+    """Hidden states [T, d] times weights [V, d], both bfloat16, as float32 [T, V]: torch.mm's own way to
+    give another type has no gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return product(hidden, weight.t(), torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        of_weight = product(grad.t(), hidden, weight.dtype) if ctx.needs_input_grad[1] else None
+        return product(grad, weight, hidden.dtype), of_weight
+
+
+def float32_logits(last, hidden: torch.Tensor) -> torch.Tensor:
+    """What the linear layer `last` makes of hidden [..., d], in float32: bfloat16 rounds a logit of 12 to a
+    sixteenth, and then ratios and KL are mostly rounding."""
+    if hidden.dtype == torch.float32:
+        return F.linear(hidden, last.weight, last.bias)
+    logits = Float32Product.apply(hidden.flatten(0, -2), last.weight).unflatten(0, hidden.shape[:-1])
+    return logits if last.bias is None else logits + last.bias
+
+
 # ------------------------------------------------------ plain ----------------------------------------------
 class PlainHead(torch.nn.Module):
     """The model with its logits made into log-probs, the obvious way. FSDP shards it as the root."""
 
     def __init__(self, model):
         super().__init__()
-        self.model = model
+        self.model, last = model, model.get_output_embeddings()
+        if type(last) is torch.nn.Linear:
+            last.forward = partial(float32_logits, last)
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -61,8 +97,8 @@ CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 26}
 class ChunkedHead(PlainHead):
     """Logits exist at response positions only, a chunk at a time; the backward pass makes several again.
 
-    (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs, which
-    are too coarse for a ratio. The gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
+    (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs. The
+    gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -72,8 +108,7 @@ class ChunkedHead(PlainHead):
 
         def of_chunk(hidden, targets):
             # one tensor: a chunk made again for a loss of one of the values alone would not be freed
-            logits = F.linear(hidden, last.weight, last.bias)
-            return torch.stack(self.values(logits, targets, temperature, statistics))
+            return torch.stack(self.values(last(hidden), targets, temperature, statistics))
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept

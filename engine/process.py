@@ -71,10 +71,11 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                        "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
                        "takes it; --resume continues from the newest checkpoint.")
         raise
-    if distributed() and "vllm" not in sys.modules:
+    if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
-        dist.destroy_process_group()
+        if "vllm" not in sys.modules:  # its groups, graphs and memory pools are left to the system
+            dist.destroy_process_group()
         leave(0)
 
 

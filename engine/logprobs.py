@@ -19,15 +19,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # --------------------------------------------- float32 logits ----------------------------------------------
 def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
-    """Matrix product as this type, summed in float32. A CPU multiplies float32 faster than bfloat16."""
+    """a b as this type, summed in float32. A CPU multiplies float32 faster than bfloat16."""
     if a.device.type == "cpu":
         return (a.float() @ b.float()).to(dtype)
-    return torch.mm(a.to(b.dtype), b, out_dtype=dtype)
+    return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
 
 
-class Float32Product(torch.autograd.Function):
-    """Hidden states [T, d] times weights [V, d], both bfloat16, as float32 [T, V]: torch.mm's own way to
-    give another type has no gradient."""
+class Float32Logits(torch.autograd.Function):
+    """Hidden states [T, d] times bfloat16 weights [V, d] in float32 [T, V]. In bfloat16 a logit of 12 would
+    be rounded to a sixteenth, and ratios and KL would be mostly rounding."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -37,16 +37,14 @@ class Float32Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
-        of_weight = product(grad.t(), hidden, weight.dtype) if ctx.needs_input_grad[1] else None
-        return product(grad, weight, hidden.dtype), of_weight
+        return product(grad, weight, hidden.dtype), product(grad.t(), hidden, weight.dtype)
 
 
-def float32_logits(last, hidden: torch.Tensor) -> torch.Tensor:
-    """What the linear layer `last` makes of hidden [..., d], in float32: bfloat16 rounds a logit of 12 to a
-    sixteenth, and then ratios and KL are mostly rounding."""
+def head_forward(last, hidden: torch.Tensor) -> torch.Tensor:
+    """What the linear layer `last` makes of hidden [..., d], in float32."""
     if hidden.dtype == torch.float32:
         return F.linear(hidden, last.weight, last.bias)
-    logits = Float32Product.apply(hidden.flatten(0, -2), last.weight).unflatten(0, hidden.shape[:-1])
+    logits = Float32Logits.apply(hidden.flatten(0, -2), last.weight).unflatten(0, hidden.shape[:-1])
     return logits if last.bias is None else logits + last.bias
 
 
@@ -58,7 +56,7 @@ class PlainHead(torch.nn.Module):
         super().__init__()
         self.model, last = model, model.get_output_embeddings()
         if type(last) is torch.nn.Linear:
-            last.forward = partial(float32_logits, last)
+            last.forward = partial(head_forward, last)
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):

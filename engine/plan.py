@@ -31,6 +31,7 @@ MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else on
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
 # Assumed, of an H100 with NVLink: bytes a second that sampling reads, seconds of an all-reduce of a layer.
 BANDWIDTH, ALL_REDUCE = 2.85e12, 12e-6
+UNTRIED = "num_.*experts$|^n_.*experts$|^kv_lora_rank$"  # entries of a config that is refused with vLLM
 REMEDIES = dict(
     sampling="a smaller --gpu_memory, --offload optimizer, more GPUs",
     vote="a smaller embedder, --offload optimizer, more GPUs",
@@ -43,9 +44,9 @@ class Plan:
     """Bytes that a run takes of each of its GPUs: --gpus of --gpu_gib, else the ranks and GPUs here, without
     a GPU 80 GiB.
 
-    micro_tokens, recompute: what --micro_tokens 0 and --gradient_checkpointing auto become. Micro-batches are
-    the largest of MICRO_TOKENS whose update fits without recomputation, but for the smallest: a rank of many
-    seldom gets more than half of its sequences' full length. Else they are the largest that fits with it."""
+    micro_tokens, recompute: what --micro_tokens 0 and --gradient_checkpointing auto become: the largest of
+    MICRO_TOKENS that fits without recomputation, but for the smallest (responses are seldom half as long as
+    they may be, so that ranks get less); else the largest that fits with it, else one sequence."""
 
     def __init__(self, args, config):
         """args: of a script. config: the model's.
@@ -245,13 +246,6 @@ def plan_of(args, config) -> Plan:
                         f"memory: {type(error).__name__} {first_line(error)}") from None
 
 
-def untried(config) -> str:
-    """The entry by which a config is that of a mixture of experts or of latent attention; "": of neither."""
-    values = config.get_text_config().to_dict()
-    return next((name for name in values if re.search("num_.*experts$|^n_.*experts$|^kv_lora_rank$", name)
-                 and values[name]), "")
-
-
 def show(args, config) -> None:
     """Print the table on rank 0 and exit, with code 0 if the run fits, else 1."""
     plan = plan_of(args, config)
@@ -264,10 +258,11 @@ def choose_memory_settings(args, config, device) -> dict:
     --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
     if device.type == "cuda":
-        if uses_vllm(args.machine) and (entry := untried(config)):
-            raise UserError(f"--model is of the type {config.model_type}, whose config has {entry}: nobody "
-                            "has tried yet whether vLLM on a GPU takes new weights of experts or of latent "
-                            "attention right; give --sampler hf.")
+        entries = [name for name, value in config.get_text_config().to_dict().items() if value]
+        if uses_vllm(args.machine) and any(re.search(UNTRIED, name) for name in entries):
+            raise UserError(f"--model is of the type {config.model_type}, with experts or latent attention, "
+                            "whose weights vLLM may not take again on a GPU, as nobody has tried; give "
+                            "--sampler hf.")
         try:
             plan = plan_of(args, config)
         except UserError as error:

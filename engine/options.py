@@ -47,7 +47,7 @@ class Machine:
     """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
     max_logp_diff: NonNegative = 1e-3
     """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
-    limits are 0.05 (a warning) and 0.5 on average."""
+    limit is 0.1, or 5 times the first step's, on average."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
     plain: bool = False

@@ -75,7 +75,8 @@ class Plan:
         sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
         choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
         if self.machine.gradient_checkpointing == "auto":
-            choices = [(size, "off") for size in sizes[:4]] + [(size, "on") for size in sizes]
+            some = 1 if self.machine.offload == "optimizer" else 4  # there all weights travel each time
+            choices = [(size, "off") for size in sizes[:some]] + [(size, "on") for size in sizes]
         for self.micro_tokens, self.recompute in choices:
             if sum(self.phases()["update"].values()) <= self.usable:
                 break

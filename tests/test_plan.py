@@ -108,6 +108,7 @@ def test_the_plan_is_within_a_tenth_of_a_simulation(name, gpus, gib, flags, idle
     ("Qwen2.5-32B", 16, 80, {}, (16384, "on")),  # the sync that does not fit is no reason for small ones
     ("Qwen2.5-Math-1.5B", 1, 39.4, {}, (16384, "on")),  # nor is sampling
     ("Qwen2.5-Math-7B", 4, 24, {}, (1, "on")),
+    ("Qwen2.5-Math-7B", 1, 80, dict(offload="optimizer"), (16384, "on")),  # weights travel each time
     ("Qwen2.5-Math-1.5B", 8, 36, dict(gradient_checkpointing="off", gpu_memory=0.3), (6144, "off")),
     ("Qwen2.5-Math-1.5B", 8, 36, dict(gradient_checkpointing="off", micro_tokens=9000), (9000, "off")),
     ("Qwen2.5-Math-1.5B", 8, 80, dict(gradient_checkpointing="on"), (16384, "on"))])

@@ -49,7 +49,7 @@ class Log:
         self.identity, self.before, self.record = {}, {}, {}
         self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
         self.majorities = {}  # {question: its majority's answer when it was last seen}
-        self.bad_steps, self.warned, self.first_diff = 0, False, 0.0
+        self.bad_steps, self.warned, self.first_diff = 0, False, 0.0  # first_diff: see common.check_sampler
         self.begin_step()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
@@ -119,10 +119,9 @@ class Log:
             votes = self._keep_lines("votes.jsonl", done)
             self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
             self._open_boards()
-        # the first step's: what check_sampler takes as normal
         diff = next((line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")), 0.0)
-        self.evaluated, self.majorities, self.first_diff = all_gather(
-            (self.evaluated, self.majorities, diff))[0]
+        kept = all_gather((self.evaluated, self.majorities, diff))[0]
+        self.evaluated, self.majorities, self.first_diff = kept
 
     def begin(self, total_steps: int) -> None:
         """Show the progress bar. The first step begins."""

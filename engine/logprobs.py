@@ -26,8 +26,8 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
 
 
 class Float32Logits(torch.autograd.Function):
-    """Hidden states [T, d] times bfloat16 weights [V, d] in float32 [T, V]. In bfloat16 a logit of 12 would
-    be rounded to a sixteenth, and ratios and KL would be mostly rounding."""
+    """Hidden states [T, d] times weights [V, d], in float32 [T, V]: in bfloat16 a logit of 12 would be
+    rounded to a sixteenth, and ratios and KL would be mostly rounding."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -42,8 +42,6 @@ class Float32Logits(torch.autograd.Function):
 
 def head_forward(last, hidden: torch.Tensor) -> torch.Tensor:
     """What the linear layer `last` makes of hidden [..., d], in float32."""
-    if hidden.dtype == torch.float32:
-        return F.linear(hidden, last.weight, last.bias)
     logits = Float32Logits.apply(hidden.flatten(0, -2), last.weight).unflatten(0, hidden.shape[:-1])
     return logits if last.bias is None else logits + last.bias
 

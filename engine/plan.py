@@ -110,8 +110,7 @@ class Plan:
         return {phase: stays | parts | {"sampler": sampler[phase]} for phase, parts in phases.items()}
 
     def cached(self, parallel: int) -> tuple[int, int]:
-        """(sequences of full length whose keys and values fit into an engine's share beside its weights,
-        sequences that it gets), with --tensor_parallel so many."""
+        """(sequences of full length that an engine of so many GPUs has room for, sequences that it gets)."""
         room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
         given = self.args.prompts_per_batch * self.args.responses_per_prompt()
         return int(max(0, room) / self.sequence(parallel)), -(-given * parallel // self.ranks)
@@ -121,8 +120,8 @@ class Plan:
         return 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
 
     def sampling_seconds(self, parallel: int) -> float:
-        """Time that a step samples, on paper: each token of the longest response reads the weights and, as
-        most responses are short, a quarter of all keys and values. Those without room wait."""
+        """Of a step, on paper: each token of the longest response reads the weights and, as most responses
+        are short, a quarter of all keys and values. Sequences without room wait."""
         room, given = self.cached(parallel)
         read = self.c * self.weights / parallel + min(given, 2 * room) * self.sequence(parallel) / 4
         token = read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
@@ -154,10 +153,8 @@ class Plan:
         best = min(n for n, time in times.items() if time < 1.15 * min(times.values()))
         if not self.vllm or times[best] > 0.75 * times[now]:
             return ""
-        (room, given), (more, of) = self.cached(now), self.cached(best)
         return (f"On paper, with NVLink, --tensor_parallel {best} samples a step in {times[best]:,.0f} s, "
-                f"now {times[now]:,.0f}; vLLM has room for {more:,} of an engine's {of:,} sequences, now for "
-                f"{room:,} of {given:,}.")
+                f"{now} in {times[now]:,.0f} s.")
 
     # -- disk and host memory --------------------------------------------------------------------------------
     def disk(self) -> float:

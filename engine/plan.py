@@ -120,7 +120,7 @@ class Plan:
         return 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
 
     def sampling_seconds(self, parallel: int) -> float:
-        """Of a step, on paper: each token of the longest response reads the weights and, as most responses
+        """A step's, on paper: each token of the longest response reads the weights and, as most responses
         are short, a quarter of all keys and values. Sequences without room wait."""
         room, given = self.cached(parallel)
         read = self.c * self.weights / parallel + min(given, 2 * room) * self.sequence(parallel) / 4

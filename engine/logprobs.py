@@ -19,10 +19,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # --------------------------------------------- float32 logits ----------------------------------------------
 def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
-    """a b as this type, summed in float32. A CPU multiplies float32 faster than bfloat16."""
-    if a.device.type == "cpu":
+    """a b as this type, summed in float32."""
+    if a.device.type != "cpu":
+        return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    try:  # with AMX bfloat16 numbers are multiplied as such, and still summed to float32
+        setting.fp32_precision = "bf16" if b.dtype == torch.bfloat16 else before
         return (a.float() @ b.float()).to(dtype)
-    return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
+    finally:
+        setting.fp32_precision = before
 
 
 class Float32Logits(torch.autograd.Function):

@@ -10,7 +10,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # --tensor_parallel: it compiles, or downloads
+os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # see vllm_options
 # cuDNN's attention compiles anew for every shape, about a second each time (an H100 without vLLM prefers it)
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 # Micro-batches differ in shape. Pinned memory above 1 MiB is not rounded up to powers of two (--offload), nor

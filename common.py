@@ -324,17 +324,18 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
 def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    Stale weights or prefix caches, a wrong temperature show here and stop the run: in float32 if a token
-    differs by more than --max_logp_diff; in bf16, which rounds, above 0.5 on average (a warning: 0.05)."""
+    Stale weights show here and stop the run: in float32 a token that differs by more than --max_logp_diff; in
+    bf16, which rounds, an average above .1 and 5 times the first step's, or above .5 (a warning: .05)."""
     diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in train]])
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
-    if average > 0.5 or exact and largest > allowed:
+    first = run.log.first_diff = run.log.first_diff or average
+    if average > (0.5 if exact else min(0.5, max(0.1, 5 * first))) or exact and largest > allowed:
         raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
-                        f"trainer's by up to {largest:.2g}, {average:.2g} on average (--max_logp_diff "
-                        f"{allowed}). Its weights or prefix cache are stale, tokens that it did not write "
-                        "have no mask 0, or --sampler computes this model otherwise.")
+                        f"trainer's by up to {largest:.2g}, {average:.2g} on average, in the first step "
+                        f"{first:.2g} (--max_logp_diff {allowed}). Its weights or prefix cache are stale, "
+                        "tokens it did not write have no mask 0, or --sampler computes this model otherwise.")
     if not exact and average > 0.05:
         print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average)

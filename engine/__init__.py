@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from importlib.metadata import version
 
 # Libraries read these when they are loaded, so they are set before.
 VARIABLES = dict(
@@ -10,10 +11,15 @@ VARIABLES = dict(
     VLLM_LOGGING_LEVEL="ERROR",
     # its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
     VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_ALLREDUCE_USE_FLASHINFER="0",  # see vllm_options
     # cuDNN's attention compiles anew for every shape, about a second each (an H100 without vLLM prefers it)
     TORCH_CUDNN_SDPA_DEPRIORITIZED="1",
-    # micro-batches differ in shape; pinned memory (--offload) is not rounded up to powers of two
-    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,pinned_max_round_threshold_mb:1")
+    # micro-batches differ in shape
+    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+if version("torch").startswith("2.13."):  # an older torch refuses unknown keys
+    # Pinned memory above 1 MiB is not rounded up to powers of two (--offload), nor kept for reuse: torch 2.13
+    # may give a kept block to a larger request.
+    VARIABLES["PYTORCH_CUDA_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
 for name in VARIABLES.keys() - os.environ.keys():
     os.environ[name] = VARIABLES[name]
 warnings.filterwarnings("ignore", category=FutureWarning)

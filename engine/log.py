@@ -50,7 +50,7 @@ class Log:
         self.identity, self.before, self.record = {}, {}, {}
         self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
         self.majorities = {}  # {question: its majority's answer when it was last seen}
-        self.bad_steps, self.warned = 0, False
+        self.bad_steps, self.warned, self.first_diff = 0, False, 0.0  # first_diff: see common.check_sampler
         self.begin_step()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
@@ -150,7 +150,9 @@ class Log:
             votes = self._keep_lines("votes.jsonl", done)
             self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
             self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True)
-        self.evaluated, self.majorities = all_gather((self.evaluated, self.majorities))[0]
+        diff = next((line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")), 0.0)
+        kept = all_gather((self.evaluated, self.majorities, diff))[0]
+        self.evaluated, self.majorities, self.first_diff = kept
         self.begin_step()
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
@@ -242,9 +244,9 @@ class Log:
         for name in self.updates[0] if self.updates else []:
             metrics[name] = mean(update[name] for update in self.updates)
         metrics["skipped_updates"] = self.skipped
-        if self.device.type == "cuda":
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
-            torch.cuda.reset_peak_memory_stats()
+        if self.device.type == "cuda":  # what the update has taken, as torch keeps it; vLLM sleeps
+            free, total = torch.cuda.mem_get_info()
+            metrics["peak_memory_gib"] = (total - free) / 2 ** 30
         few = few_answers([response for group in self.groups for response in group["responses"]])
         if few and not self.warned:
             print0(f"Warning: step {step}: {few}")

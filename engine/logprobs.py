@@ -5,6 +5,7 @@ only attention sees rows of responses. By chunks: logits exist for a few tokens 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby, takewhile
 
 import torch
@@ -16,13 +17,50 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
+# --------------------------------------------- float32 logits ----------------------------------------------
+def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
+    """a b as this type, summed in float32."""
+    if a.device.type != "cpu":
+        return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    try:  # with AMX bfloat16 numbers are multiplied as such, and still summed to float32
+        setting.fp32_precision = "bf16" if b.dtype == torch.bfloat16 else before
+        return (a.float() @ b.float()).to(dtype)
+    finally:
+        setting.fp32_precision = before
+
+
+class Float32Logits(torch.autograd.Function):
+    """Hidden states [T, d] times weights [V, d], in float32 [T, V]: in bfloat16 a logit of 12 would be
+    rounded to a sixteenth, and ratios and KL would be mostly rounding."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return product(hidden, weight.t(), torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return product(grad, weight, hidden.dtype), product(grad.t(), hidden, weight.dtype)
+
+
+def head_forward(last, hidden: torch.Tensor) -> torch.Tensor:
+    """What the linear layer `last` makes of hidden [..., d], in float32."""
+    logits = Float32Logits.apply(hidden.flatten(0, -2), last.weight).unflatten(0, hidden.shape[:-1])
+    return logits if last.bias is None else logits + last.bias
+
+
 # ------------------------------------------------------ plain ----------------------------------------------
 class PlainHead(torch.nn.Module):
     """The model with its logits made into log-probs, the obvious way. FSDP shards it as the root."""
 
     def __init__(self, model):
         super().__init__()
-        self.model = model
+        self.model, last = model, model.get_output_embeddings()
+        if type(last) is torch.nn.Linear:
+            last.forward = partial(head_forward, last)
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -61,8 +99,8 @@ CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 26}
 class ChunkedHead(PlainHead):
     """Logits exist at response positions only, a chunk at a time; the backward pass makes several again.
 
-    (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs, which
-    are too coarse for a ratio. The gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
+    (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs. The
+    gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
 
     def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
                 statistics=()):
@@ -72,8 +110,7 @@ class ChunkedHead(PlainHead):
 
         def of_chunk(hidden, targets):
             # one tensor: a chunk made again for a loss of one of the values alone would not be freed
-            logits = F.linear(hidden, last.weight, last.bias)
-            return torch.stack(self.values(logits, targets, temperature, statistics))
+            return torch.stack(self.values(last(hidden), targets, temperature, statistics))
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept

@@ -58,7 +58,7 @@ class Shared:
 class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
     """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
-    limits are 0.05 (a warning) and 0.5 on average."""
+    limit is 0.1, or 5 times the first step's, on average."""
     plain: bool = False
     """Padded rows and full logits, the slow and obvious way, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"

@@ -24,10 +24,13 @@ from engine.options import uses_vllm
 from engine.ranks import from_torchrun, print0, rank_and_ranks
 
 GIB = 2 ** 30
-MICRO_TOKENS = (16384, 8192, 4096)  # what --micro_tokens 0 chooses from; else one sequence at a time
+MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else one sequence at a time
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
 # activations and logits of vLLM's largest batch, and those, keys and values of the sampler without vLLM.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
+# Assumed, of an H100 with NVLink: bytes a second that sampling reads, seconds of an all-reduce of a layer.
+BANDWIDTH, ALL_REDUCE = 2.85e12, 12e-6
+UNTRIED = "num_.*experts$|^n_.*experts$|^kv_lora_rank$"  # entries of a config that is refused with vLLM
 REMEDIES = dict(
     sampling="a smaller --gpu_memory, --offload optimizer, more GPUs",
     vote="a smaller embedder, --offload optimizer, more GPUs",
@@ -40,9 +43,9 @@ class Plan:
     """Bytes that a run takes of each of its GPUs: --gpus of --gpu_gib, else the ranks and GPUs here, without
     a GPU 80 GiB.
 
-    micro_tokens, recompute: what --micro_tokens 0 and --gradient_checkpointing auto become. Activations are
-    not recomputed if the largest micro-batch fits without; micro-batches are the largest of MICRO_TOKENS that
-    fit, else one sequence."""
+    micro_tokens, recompute: what --micro_tokens 0 and --gradient_checkpointing auto become: the largest of
+    MICRO_TOKENS that fits without recomputation, but for the smallest (responses are seldom half as long as
+    they may be, so that ranks get less); else the largest that fits with it, else one sequence."""
 
     def __init__(self, args, config):
         """args: of a script. config: the model's.
@@ -67,12 +70,14 @@ class Plan:
         self.layer = (self.weights - self.root) // self.layers
         own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
         self.own = {name: size for name, size in own.items() if size}
+        self.usable = USABLE * self.gpu - OVERHEAD
         sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
         choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
         if self.machine.gradient_checkpointing == "auto":
-            choices = [(sizes[0], "off"), *[(size, "on") for size in sizes]]
+            some = 1 if self.machine.offload == "optimizer" else 4  # there all weights travel each time
+            choices = [(size, "off") for size in sizes[:some]] + [(size, "on") for size in sizes]
         for self.micro_tokens, self.recompute in choices:
-            if not self.misfit():
+            if sum(self.phases()["update"].values()) <= self.usable:
                 break
 
     # -- GPUs ------------------------------------------------------------------------------------------------
@@ -104,18 +109,27 @@ class Plan:
         return {phase: stays | parts | {"sampler": sampler[phase]} for phase, parts in phases.items()}
 
     def cached(self, parallel: int) -> tuple[int, int]:
-        """(sequences of full length whose keys and values fit into an engine's share beside its weights,
-        sequences that it gets), with --tensor_parallel so many."""
+        """(sequences of full length that an engine of so many GPUs has room for, sequences that it gets)."""
         room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
-        token = 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size
         given = self.args.prompts_per_batch * self.args.responses_per_prompt()
-        return int(max(0, room) / (token * self.length)), -(-given * parallel // self.ranks)
+        return int(max(0, room) / self.sequence(parallel)), -(-given * parallel // self.ranks)
+
+    def sequence(self, parallel: int) -> int:
+        """Bytes of the keys and values of a sequence of full length on each of its engine's GPUs."""
+        return 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
+
+    def sampling_seconds(self, parallel: int) -> float:
+        """A step's, on paper: each token of the longest response reads the weights and, as most responses
+        are short, a quarter of all keys and values. Sequences without room wait."""
+        room, given = self.cached(parallel)
+        read = self.c * self.weights / parallel + min(given, 2 * room) * self.sequence(parallel) / 4
+        token = read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
+        return self.args.max_new_tokens * token * max(1, given / max(1, 2 * room))
 
     def misfit(self) -> str:
         """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
-        usable = USABLE * self.gpu - OVERHEAD
         for phase, parts in self.phases().items():
-            if sum(parts.values()) > usable:
+            if sum(parts.values()) > self.usable:
                 return phase
         return "cache" if self.vllm and not self.cached(self.machine.tensor_parallel)[0] else ""
 
@@ -130,17 +144,16 @@ class Plan:
                     f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free")
         return f"It does not fit: {what}; try {REMEDIES[phase]}."
 
-    def cache_advice(self) -> str:
-        """A sentence if vLLM has room for less than half of its sequences: few get longer than half."""
+    def parallel_advice(self) -> str:
+        """A sentence if engines of more GPUs sample a step in less than three quarters of the time."""
         now, heads = self.machine.tensor_parallel, range(1, self.heads + 1)
         possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
-        enough = [n for n in possible if 2 * self.cached(n)[0] >= self.cached(n)[1]]
-        best = min(enough, default=max(possible, default=now))
-        if not self.vllm or best == now:
+        times = {n: self.sampling_seconds(n) for n in [now, *possible]}
+        best = min(n for n, time in times.items() if time < 1.15 * min(times.values()))
+        if not self.vllm or times[best] > 0.75 * times[now]:
             return ""
-        (room, given), (more, of) = self.cached(now), self.cached(best)
-        return (f"vLLM has room for {room:,} of an engine's {given:,} sequences, and some are computed "
-                f"twice; --tensor_parallel {best} has room for {more:,} of {of:,}.")
+        return (f"On paper, with NVLink, --tensor_parallel {best} samples a step in {times[best]:,.0f} s, "
+                f"{now} in {times[now]:,.0f} s.")
 
     # -- disk and host memory --------------------------------------------------------------------------------
     def disk(self) -> float:
@@ -185,7 +198,8 @@ class Plan:
         if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
                          f"{given:,}.")
-        lines += [f"Micro-batches have up to {self.micro_tokens:,} tokens (--micro_tokens), activations are "
+        size = f"up to {self.micro_tokens:,} tokens" if self.micro_tokens > 1 else "one sequence"
+        lines += [f"Micro-batches have {size} (--micro_tokens), activations are "
                   f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).",
                   f"A checkpoint takes {12 * self.weights / 1e9:,.1f} GB of disk; with --keep "
                   f"{self.machine.keep}, while the next is written, and the final model it is "
@@ -194,7 +208,7 @@ class Plan:
             lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
         here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
-        return "\n".join([*lines, *here, *filter(None, [self.cache_advice()]), self.verdict()])
+        return "\n".join([*lines, *here, *filter(None, [self.parallel_advice()]), self.verdict()])
 
 
 def parameters_of(config, trust_remote_code: bool = False) -> int:
@@ -241,6 +255,11 @@ def choose_memory_settings(args, config, device) -> dict:
     --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
     if device.type == "cuda":
+        entries = [name for name, value in config.get_text_config().to_dict().items() if value]
+        if uses_vllm(args.machine) and any(re.search(UNTRIED, name) for name in entries):
+            raise UserError(f"--model is of the type {config.model_type}, with experts or latent attention, "
+                            "whose weights vLLM may not take again on a GPU, as nobody has tried; give "
+                            "--sampler hf.")
         try:
             plan = plan_of(args, config)
         except UserError as error:
@@ -248,7 +267,7 @@ def choose_memory_settings(args, config, device) -> dict:
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
             fits = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
-            for warning in filter(None, [*fits, plan.cache_advice(), *plan.shortages()]):
+            for warning in filter(None, [*fits, plan.parallel_advice(), *plan.shortages()]):
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

@@ -83,10 +83,11 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
             time.sleep(5)
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
-    if distributed() and "vllm" not in sys.modules:
+    if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
-        dist.destroy_process_group()
+        if "vllm" not in sys.modules:  # its groups, graphs and memory pools are left to the system
+            dist.destroy_process_group()
         leave(0)
 
 

@@ -1,7 +1,6 @@
 """Sampling with vLLM, in the trainer's process.
 
-vLLM has an RL API of its own to update weights (LLM.update_weights); it is made for engines in processes of
-their own, and not for the CPU build."""
+vLLM's own way to update weights (LLM.update_weights) is for engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -21,9 +20,11 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
     """vLLM's options for speed and safety, on a GPU or on a CPU."""
     if cuda:
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
-        # can sleep allow: the process ends while graphs are captured. NCCL, symmetric memory, FlashInfer stay
+        # can sleep allow: the process ends while graphs are captured. FlashInfer's compiles or downloads at
+        # the start. NCCL and symmetric memory stay
         options = dict(gpu_memory_utilization=machine.gpu_memory, enable_sleep_mode=True,
-                       disable_custom_all_reduce=machine.tensor_parallel > 1)
+                       disable_custom_all_reduce=machine.tensor_parallel > 1,
+                       compilation_config=dict(pass_config=dict(fuse_allreduce_rms=False)))
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too

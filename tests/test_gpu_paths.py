@@ -1,6 +1,7 @@
 """What only runs on a GPU, tried without one as far as that goes, and what a first hour on one may meet."""
 
 import contextlib
+import importlib
 import json
 import os
 from unittest import mock
@@ -8,13 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fresh_state, make_policy, random_rollouts
+from conftest import fresh_state, make_policy, random_rollouts, run_toy
 from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
+import engine
 import ttrl
 from engine import builtin, options, process
 from engine.base import UserError
+from engine.hf_sampler import HFSampler
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
 @contextlib.contextmanager
@@ -73,7 +76,29 @@ def test_the_sampler_gets_what_is_saved(tmp_path):
     torch.testing.assert_close(fresh_state(tmp_path / "final"), rounded, rtol=0, atol=0)
 
 
+def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monkeypatch):
+    """The first step's log-probs differ by .002 on average; one missed sync makes that .3, less than the .5
+    at which every run ends. So the resumed run must know the first step's."""
+    flags = dict(dtype="bfloat16", sampler="hf", lr=3e-3, warmup=0.0, checkpoint_every=1, out=tmp_path)
+    with one_rank():
+        run_toy(ttrl, steps=1, **flags)
+        monkeypatch.setattr(HFSampler, "load", lambda self, tensors: None)
+        with pytest.raises(UserError, match=r"0\.[1-4]\d* on average, in the first step 0\.00"):
+            run_toy(ttrl, steps=2, resume=True, **flags)
+
+
 # ------------------------------------------------- the first hour ------------------------------------------
+@pytest.mark.parametrize("version, pinned", [("2.13.0+cu130", True), ("2.11.0", False), ("2.14.1", False)])
+def test_pinned_memory_that_is_not_rounded_is_not_kept(monkeypatch, version, pinned):
+    """torch 2.13 keeps it in lists by powers of two, and gives a block to whatever falls into its list."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    importlib.reload(engine)
+    found = dict(pair.split(":") for pair in os.environ["PYTORCH_CUDA_ALLOC_CONF"].split(","))
+    assert found.pop("expandable_segments") == "True" and bool(found) == pinned
+    assert found.get("pinned_max_cached_size_mb") == found.get("pinned_max_round_threshold_mb")
+
+
 def test_ranks_wait_for_each_other_for_hours(monkeypatch):
     with mock.patch.dict(os.environ), mock.patch.object(dist, "init_process_group") as init:
         process.start_processes(dtype="bfloat16")

@@ -1,7 +1,9 @@
 """--plan: its terms by hand, what it says of runs that do not fit, and its table in docs."""
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoConfig
 import evol_rl
 import ttrl
 from engine import plan as planning
+from engine.base import UserError
 from engine.options import options_dict, make_args
 from engine.plan import GIB, Plan
 
@@ -42,7 +45,7 @@ def test_the_terms_of_each_phase():
     """Qwen2.5-Math-7B on 8 GPUs. A micro-batch has 4 sequences of 4,096 tokens."""
     weights, head, tokens = 7_615_616_512, 152_064 * 3584, 16384
     layer = (weights - 2 * head) // 28  # the last norm is shared out among the layers
-    made = plan_of("Qwen2.5-Math-7B", 8, 80)
+    made = plan_of("Qwen2.5-Math-7B", 8, 80, gradient_checkpointing="on")
     assert made.weights == weights
     phases = made.phases()
     assert phases["sampling"] == {"weights and Adam": 12 * weights / 8, "reference": 2 * weights / 8,
@@ -71,7 +74,8 @@ def test_the_terms_of_each_phase():
     (dict(sampler="hf"), "update", "sampler", 2 * 7_615_616_512),  # it never sleeps
     (dict(num_minibatches=7, micro_tokens=99999), "update", "logits", 20 * 2 ** 26)])
 def test_a_flag_changes_its_term(flags, phase, what, expected):
-    assert plan_of("Qwen2.5-Math-7B", 8, 80, **flags).phases()[phase][what] == expected
+    made = plan_of("Qwen2.5-Math-7B", 8, 80, **dict(gradient_checkpointing="on") | flags)
+    assert made.phases()[phase][what] == expected
 
 
 @pytest.mark.parametrize("name, gpus, gib, flags, idle, update, sync", [
@@ -93,17 +97,23 @@ def test_the_plan_is_within_a_tenth_of_a_simulation(name, gpus, gib, flags, idle
     assert sync is None or phases["sync"] == pytest.approx(sync, rel=0.1)
 
 
-@pytest.mark.parametrize("name, gib, flags, expected", [
-    ("Qwen2.5-Math-1.5B", 80, {}, (16384, "off")),
-    ("Qwen2.5-Math-1.5B", 36, {}, (16384, "on")),
-    ("Qwen2.5-Math-7B", 80, {}, (16384, "on")),
-    ("Qwen2.5-Math-1.5B", 36, dict(gradient_checkpointing="off", gpu_memory=0.3), (8192, "off")),
-    ("Qwen2.5-Math-1.5B", 36, dict(gradient_checkpointing="off", micro_tokens=9000), (9000, "off")),
-    ("Qwen2.5-Math-1.5B", 80, dict(gradient_checkpointing="on"), (16384, "on"))])
-def test_activations_are_kept_if_the_largest_micro_batch_fits(name, gib, flags, expected):
-    """Else micro-batches are as large as fit, on 8 GPUs."""
-    made = plan_of(name, 8, gib, **flags)
+@pytest.mark.parametrize("name, gpus, gib, flags, expected", [
+    ("Qwen2.5-Math-1.5B", 8, 80, {}, (16384, "off")),
+    ("Qwen2.5-Math-1.5B", 8, 36, {}, (6144, "off")),
+    ("Qwen2.5-Math-1.5B", 8, 24, {}, (16384, "on")),
+    ("Qwen2.5-Math-7B", 8, 80, {}, (6144, "off")),
+    ("Qwen2.5-32B", 16, 80, {}, (16384, "on")),  # the sync that does not fit is no reason for small ones
+    ("Qwen2.5-Math-1.5B", 1, 39.4, {}, (16384, "on")),  # nor is sampling
+    ("Qwen2.5-Math-7B", 4, 24, {}, (1, "on")),
+    ("Qwen2.5-Math-7B", 1, 80, dict(offload="optimizer"), (16384, "on")),  # weights travel each time
+    ("Qwen2.5-Math-1.5B", 8, 36, dict(gradient_checkpointing="off", gpu_memory=0.3), (6144, "off")),
+    ("Qwen2.5-Math-1.5B", 8, 36, dict(gradient_checkpointing="off", micro_tokens=9000), (9000, "off")),
+    ("Qwen2.5-Math-1.5B", 8, 80, dict(gradient_checkpointing="on"), (16384, "on"))])
+def test_activations_are_kept_if_what_ranks_get_fits(name, gpus, gib, flags, expected):
+    """Else micro-batches are as large as fit; only what the update takes matters."""
+    made = plan_of(name, gpus, gib, **flags)
     assert (made.micro_tokens, made.recompute) == expected
+    assert ("have one sequence (" in made.table()) == (expected[0] == 1)
 
 
 @pytest.mark.parametrize("name, gpus, gib, flags, words", [
@@ -118,12 +128,15 @@ def test_what_does_not_fit_is_named_with_what_may_help(name, gpus, gib, flags, w
 
 
 @pytest.mark.parametrize("name, gpus, gib, flags, words", [
-    ("Qwen2.5-Math-7B", 8, 40, {}, "12 of an engine's 64 .*--tensor_parallel 2 has room for 90 of 128"),
-    ("Qwen2.5-Math-7B", 8, 80, {}, ""),                       # for 104 of 64
+    ("Qwen2.5-Math-7B", 8, 40, {}, "parallel 4 samples a step in 10 s, 1 in 48 s"),  # room for 12 of 64
+    ("Qwen2.5-Math-7B", 8, 80, {}, "--tensor_parallel 4 samples a step in 10 s, 1 in 20 s"),
+    ("Qwen2.5-Math-7B", 8, 80, dict(tensor_parallel=4), ""),  # as the README has it; 28 heads forbid 8
+    ("Qwen2.5-Math-1.5B", 8, 80, {}, ""),                     # all-reduces would take what reading saves
+    ("Qwen2.5-32B", 16, 80, dict(tensor_parallel=2), "--tensor_parallel 8"),
     ("Qwen2.5-Math-7B", 1, 80, dict(offload="optimizer"), ""),  # one GPU cannot share an engine
     ("Qwen2.5-Math-7B", 8, 40, dict(sampler="hf"), "")])
-def test_a_full_cache_is_said_with_what_helps(name, gpus, gib, flags, words):
-    advice = plan_of(name, gpus, gib, **flags).cache_advice()
+def test_engines_of_more_gpus_are_advised_by_time(name, gpus, gib, flags, words):
+    advice = plan_of(name, gpus, gib, **flags).parallel_advice()
     assert bool(advice) == bool(words) and re.search(words, advice), advice
 
 
@@ -178,13 +191,23 @@ def test_a_run_is_planned_for_the_gpu_it_has_and_warned(monkeypatch, capsys):
     monkeypatch.setattr(planning, "uses_vllm", lambda args: True)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e15))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = planning.choose_memory_settings(ttrl.Args(), config, device)
+    args = make_args(ttrl.Args, dict(tensor_parallel=4))
+    found = planning.choose_memory_settings(args, config, device)
     assert found == dict(micro_tokens=1, gradient_checkpointing=True)
     said = capsys.readouterr().out
     assert re.search("Warning: It does not fit: .*each GPU's 24, .*No GPU has confirmed", said)
     monkeypatch.setattr(Gpu, "total_memory", 100 * GIB)
-    assert planning.choose_memory_settings(ttrl.Args(), config, device)["micro_tokens"] == 16384
+    assert planning.choose_memory_settings(args, config, device)["micro_tokens"] == 8192
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "minicpm3"])
+def test_experts_and_latent_attention_are_refused_with_vllm_on_a_gpu(monkeypatch, kind):
+    monkeypatch.setattr(planning, "plan_of", mock.Mock(side_effect=UserError("planned")))
+    for config, sampler in ((kind, "hf"), ("llama", "vllm"), (kind, "vllm")):
+        with pytest.raises(UserError, match="hf") if (config, sampler) == (kind, "vllm") else nullcontext():
+            planning.choose_memory_settings(make_args(ttrl.Args, dict(sampler=sampler)),
+                                            AutoConfig.for_model(config), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -183,6 +183,28 @@ def test_statistics_of_the_scoring_pass_are_those_of_full_logits(plain, monkeypa
             assert values.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
+@pytest.mark.parametrize("head", [logprobs.ChunkedHead, logprobs.PlainHead])
+@pytest.mark.parametrize("name", ["Qwen2", "Phi"])  # Phi's head has a bias
+def test_logits_of_bfloat16_weights_are_float32(tmp_path, name, head):
+    """Log-probs, entropies and gradients against float64. A logit of 12 in bfloat16 is off by up to 1/32."""
+    model = tiny_model(name, tmp_path, vocab_size=512, initializer_range=0.8).bfloat16()
+    last, ids, targets = model.lm_head, torch.arange(5, 45)[None], torch.arange(40)
+    hidden = model.base_model(ids).last_hidden_state[0].detach().double()
+    weight = last.weight.detach().double().requires_grad_()
+    exact = hidden @ weight.t() + (0 if last.bias is None else last.bias.detach().double())
+    assert exact.max() > 8
+    expected = head.values(exact, targets, 1.0, ())
+    found = head(model)(dict(input_ids=ids), torch.arange(40), targets, 1.0)
+    for (logp, entropy), parameter in ((found, last.weight), (expected, weight)):
+        (logp.sum() + entropy.sum()).backward(inputs=[parameter])
+    assert max((a - b).abs().max().item() for a, b in zip(found, expected)) < 1e-4
+    assert relative_error(last.weight.grad, weight.grad) < 2.5e-3
+    last.to("meta")  # what a GPU calls, by shape and type: torch.mm with out_dtype
+    logits = logprobs.head_forward(last, torch.empty(3, 5, 32, dtype=torch.bfloat16, device="meta"))
+    logits.sum().backward()
+    assert (logits.dtype, last.weight.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
 class Peak(TorchDispatchMode):
     """The most numbers that were alive at once, of those made while it watches."""
 

@@ -35,8 +35,8 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from engine.log import read_jsonl
-from tools import compare, plot
+from engine.log import read_jsonl, read_metrics
+from tools import compare
 from tools.explain import sample_votes
 from tools.report import fates
 
@@ -91,7 +91,7 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     if kind == "corrupted":
         found = fates(read_jsonl(folder / "votes.jsonl"))
         return found["corrupted"] - found["learned"]
-    lines = plot.read_metrics(folder)
+    lines = read_metrics(folder)
     if kind == "flips":
         halved = epoch_when(lines, "flip_rate", lambda now, first: now <= first / 2)
         return float(epoch_when(lines, "label_accuracy", lambda now, first: now < first - .05) - halved)

@@ -9,11 +9,10 @@ TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: demo lab real smollm2 test quick compare lint docs
+.PHONY: demo lab real smollm2 test quick lint docs
 
 demo: .venv-lab
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
-	$(LAB)/python -m tools.plot runs/demo
 	$(LAB)/python -m tools.report runs/demo
 	@echo "Open runs/demo/report.html: it shows every vote."
 
@@ -42,9 +41,6 @@ quick: .venv
 
 lint: .venv
 	$(BIN)/ruff check .
-
-compare: .venv
-	$(BIN)/python -m tools.compare
 
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
 docs: .docs

@@ -285,8 +285,8 @@ class Log:
         self.bar.close()
         self.board.close()
         print(evaluation_table(self.history))
-        print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
-              f"Votes step by step: python -m tools.report {self.path}", flush=True)
+        print(f"Final model: {self.path / 'final'}\n"
+              f"What happened, with every vote: python -m tools.report {self.path}", flush=True)
 
 
 def has_evaluation(line: dict) -> bool:

@@ -1,4 +1,4 @@
-"""tools.plot, tools.compare, tools.explain and tools.gpu_smoke on few lines or in tiny; the lesson."""
+"""tools.compare, tools.explain and tools.gpu_smoke on few lines or in tiny; the lesson."""
 
 import json
 import os
@@ -9,8 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
-from matplotlib import pyplot
+from conftest import ROOT, load_script
 
 import common
 import dynamic_rl
@@ -19,53 +18,10 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from tools import compare, explain, plot
+from tools import compare, explain
 
 GOOD = "import os, sys\nos.makedirs(sys.argv[sys.argv.index('--out') + 1] + '/final')\n"
 SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
-LINES = ['{"step": 0, "eval/toy/pass@1": 0.25, "eval/toy/pass@4": 0.5, "eval/other/pass@1": 0.1}',
-         '{"step": 1, "entropy": 0.5, "loss": 0.1, "surprise": 2}',
-         "[1, 2]", "",
-         '{"step": 3, "entropy": 1.5, "eval/toy/pass@1": 0.75, "surprise": 3}',
-         '{"step": 4, "entr']  # a killed run leaves its last line half-written
-
-
-def make_run(folder: Path, lines: list[str]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-# ------------------------------------------------- plot ---------------------------------------------------
-def test_default_panels_have_the_runs_known_metrics_and_a_forks_own(tmp_path):
-    runs = plot.read_runs([make_run(tmp_path / "run", LINES)])
-    assert plot.curves(runs, []) == {
-        "eval/toy/pass@1": {"run": [{0: 0.25, 3: 0.75}]}, "eval/toy/pass@4": {"run": [{0: 0.5}]},
-        "entropy": {"run": [{1: 0.5, 3: 1.5}]}, "surprise": {"run": [{1: 2, 3: 3}]}}  # loss is not drawn
-    assert list(plot.curves(runs, ["loss", "pass@1"], "other")) == ["loss", "eval/other/pass@1"]
-    with pytest.raises(UserError, match="no run has no; they have entropy, eval/other/pass@1, "):
-        plot.curves(runs, ["no"])
-
-
-def test_seeds_are_one_line_their_mean_at_the_steps_that_all_have(tmp_path):
-    folders = [make_run(tmp_path / f"a-seed{seed}", LINES) for seed in (1, 3)]
-    assert list(plot.read_runs(folders)) == ["a"]
-    _, axis = pyplot.subplots()
-    plot.draw_panel(axis, "length", {"a": [{1: 10.0, 2: 20.0}, {1: 30.0}]}, plot.styles(["a"]))
-    assert axis.lines[0].get_xdata().tolist() == [1] and axis.lines[0].get_ydata().tolist() == [20.0]
-    assert [line.get_ydata().tolist() for line in axis.lines[1:]] == [[10.0, 20.0], [30.0]]  # the seeds, thin
-    pyplot.close()
-
-
-def test_plot_writes_a_figure_or_a_sentence(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path / "run", LINES)
-    monkeypatch.setattr(sys, "argv", ["plot", str(run)])
-    plot.main()
-    assert capsys.readouterr().out == f"{run / 'curves.png'}\n"
-    assert (run / "curves.png").stat().st_size > 5000
-    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
-    with pytest.raises(SystemExit, match=f"Error: '{tmp_path}' holds no run: it has no metrics.jsonl"):
-        plot.main()
 
 
 # ------------------------------------------------ compare -------------------------------------------------
@@ -105,18 +61,51 @@ def test_a_failed_run_is_named_and_ends_the_others(repository):
         assert not Path(f"/proc/{(repository / 'pid').read_text()}").exists()
 
 
-def test_table_has_the_start_the_last_evaluations_and_what_became_of_majorities(tmp_path):
-    folders = {"TTRL": [tmp_path / "TTRL-seed1", tmp_path / "TTRL-seed2"], "b": [tmp_path / "b-seed1"]}
-    for folder, rate in zip([*folders["TTRL"], *folders["b"]], (0.5, 0.7, 0.1)):
-        lines = [{"step": i, "eval/toy/pass@1": rate * i, "eval/toy/greedy": rate} for i in (1, 2)]
-        make_run(folder, list(map(json.dumps, [lines[0], dict(step=2, loss=0.1), lines[1]])))
-        votes = [dict(problem="a", right=None, flipped=flipped) for flipped in (None, True, rate > 0.6)]
-        (folder / "votes.jsonl").write_text("\n".join(map(json.dumps, votes)))
-    rows = compare.rows_of(folders)  # 0.5 and 0.7: mean 0.6, deviation 0.1 sqrt(2) = 0.14
-    assert compare.table(rows | {"worked": [{"eval/toy/greedy": 0.25}]}).splitlines() == [
-        "| | toy/greedy | toy/pass@1 | flip_rate |", "|---|---|---|---|",
-        "| start | 0.60 +- 0.14 | 0.60 +- 0.14 |  |", "| TTRL | 0.60 +- 0.14 | 1.20 +- 0.28 | 0.75 +- 0.35 |",
-        "| b | 0.10 | 0.20 | 0.50 |", "| worked | 0.25 |  |  |"]
+def write_run(folder, seed, greedy, **changed):
+    """A finished run of ttrl.py with two steps and one problem, whose majority was corrupted."""
+    (folder / "final").mkdir(parents=True)
+    lines = [{"step": 0, "eval/toy_test/greedy": 0.1, "eval/toy_test/maj@32": 0.5, "seconds/evaluate": 30},
+             {"step": 1, "loss": 0.1, "seconds/step": 60},
+             {"step": 2, "eval/toy_test/greedy": greedy, "eval/toy_test/pass@1": 0.5, "seconds/evaluate": 30}]
+    votes = [dict(problem="a", right=right, flipped=None) for right in (True, False)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "votes.jsonl").write_text("\n".join(map(json.dumps, votes)))
+    about = dict(script="ttrl", args=dict(seed=seed, eval_samples=32) | changed, identity={"data": 1})
+    (folder / "run.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
+    task, folders = {"data": [1, 2], "eval_samples": [32]}, []
+    for seed, greedy in ((1, 0.5), (2, 0.7)):
+        folders.append(write_run(tmp_path / f"a-seed{seed}", seed, greedy))
+    row = compare.row_of(folders, "toy", task)
+    ends = {"test/pass@1": 0.5, "learned": 0, "kept": 0, "corrupted": 1, "minutes": 2}
+    one, two = {"seed": 1, "test/greedy": 0.5}, {"seed": 2, "test/greedy": 0.7}
+    assert row == dict(lines=0, runs=[one | ends, two | ends])
+    start = compare.row_of(folders, "toy", task, start=True)
+    assert start["runs"][0] == {"seed": 1, "test/greedy": 0.1, "test/maj@k": 0.5}
+    # 0.5 and 0.7: deviation 0.1414, of two values t = 12.706, so 12.706 * 0.1414 / sqrt(2) = 1.27
+    assert compare.table({"start": start, "a": row}).splitlines()[2:] == [
+        "| start | .10 ±.00 | – | – | .50 ±.00 | – | – | – | – | – | – |",
+        "| a | .60 ±1.27 | .50 ±.00 | – | – | – | .00 ±.00 | .00 ±.00 | 1.00 ±.00 | 2.00 ±.00 | 0 |"]
+    base = [one | {"test/greedy": 0.4, "test/pass@1": 0.5}, two | {"test/greedy": 0.6, "test/pass@1": 0}]
+    assert compare.difference("a", row["runs"], base) == (
+        "a less TTRL, seed by seed: test greedy +0.100, 95% interval +0.100 to +0.100: above; "
+        "test pass@1 +0.250, 95% interval -2.927 to +3.427: no difference is shown.")
+    other = write_run(tmp_path / "b-seed1", 1, 0.5, eval_samples=8)
+    with pytest.raises(UserError, match="b-seed1: eval_samples is 8, but the stored rows have 32"):
+        compare.row_of([other], "toy", task)
+    (folders[0] / "final").rmdir()
+    with pytest.raises(UserError, match="a-seed1 holds no finished run"):
+        compare.row_of(folders, "toy", task)
+
+
+def test_the_leaderboards_page_has_the_stored_rows():
+    rows = json.loads(compare.STORED.read_text())["rows"]
+    assert compare.table(rows) + "\n" in compare.PAGE.read_text()
+    assert all(len(row["runs"]) == 5 for name, row in rows.items() if "prefilled" not in name)
+    assert compare.changed_lines(Path(load_script("flip_rate").__file__)) == 30  # examples/README.md
 
 
 # ----------------------------------------------- gpu_smoke ------------------------------------------------

@@ -61,9 +61,11 @@ docs: .docs
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch .venv
 
-# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile.
+# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile. A container in which it
+# may not (PYTHONDONTWRITEBYTECODE) would compile at every start.
+COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv-lab: requirements-lab.txt
 	$(PYTHON) -m venv .venv-lab
-	$(LAB)/pip $(TORCH) --no-compile
-	$(LAB)/pip install -q --no-compile -r requirements-lab.txt
+	$(LAB)/pip $(TORCH) $(COMPILE)
+	$(LAB)/pip install -q $(COMPILE) -r requirements-lab.txt
 	touch .venv-lab

@@ -325,14 +325,7 @@ def evaluation_table(history: list[dict]) -> str:
 
 
 def vote_record(group: dict) -> dict:
-    """One prompt's vote in short, for votes.jsonl.
-
-    problem, answer: its text and gold answer; n: responses; counts: [[answer, votes], ...], most votes
-    first, of an answer its first 40 characters; majority: the first of these answers, whole (null: none);
-    flipped: whether it differs from the problem's last one, in an earlier step (null: there is none);
-    share: of the majority; gold: the place of the gold answer in counts (null: nobody gave it, or there is
-    none); right: whether the majority is (null: no gold answer); label: right, wrong, none (the script
-    abstained) or given (no gold answer), of several weighted labels the heaviest; trained: responses."""
+    """One prompt's vote in short, a line of votes.jsonl, as docs/metrics.md describes it."""
     prompt, label, verdicts = group["prompt"], group["label"], group["verdicts"]
     classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()

@@ -121,7 +121,6 @@ def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
     assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
     assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
-    assert {vote["problem"] for vote in data["runs"][1]["kept"]} == {0}
     assert data["curves"] == {"Learning": {"reward": [{1: 0.5, 2: 1}] * 2}}  # the loss is always 0.1
     assert list(data["explained"]) == ["reward"] and data["opens"] == 2  # there the responses agree least
     assert data["runs"][0]["style"] != data["runs"][1]["style"]
@@ -135,7 +134,6 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
     assert said.startswith("Right answers on t: greedy from 6% to 70%, sampled from 30% to 60%. The "
                            "untrained model's vote of 32 was right on 68%. Majorities in training, first ")
     assert report.told(lines[2:], {}, "toy") == "Right answers on t: greedy 70%, sampled 60%. "
-    assert report.told(lines[1:2], {}, "toy") == ""
 
 
 # -------------------------------------------------- a browser ----------------------------------------------

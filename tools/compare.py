@@ -120,8 +120,8 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
             found[column] = scores.get(f"eval/{name}")
         kept = {name: round(found[name], 6) for name in COLUMNS if found.get(name) is not None}
         runs.append(dict(seed=about["args"]["seed"]) | kept)
-    own = ROOT / f"{about['script']}.py"
-    lines = changed_lines(own if own.exists() else folders[0] / "script.py")
+    script = folders[0] / "script.py"  # as it ran
+    lines = changed_lines(script if script.exists() else ROOT / f"{about['script']}.py")
     return dict(lines=None if start else lines, runs=runs)
 
 
@@ -229,7 +229,7 @@ def main() -> None:
         store(rows, stored)
     print(table(stored["rows"] | rows, options.on))
     for name, row in rows.items():
-        print(difference(name, row["runs"], (stored["rows"] | rows).get("TTRL", dict(runs=[]))["runs"]))
+        print(difference(name, row["runs"], stored["rows"].get("TTRL", dict(runs=[]))["runs"]))
 
 
 if __name__ == "__main__":

@@ -68,18 +68,18 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
         (folders[-1] / "final").mkdir()
     row = compare.row_of(folders, "toy", task)
     ends = {"learned": 0, "kept": 0, "corrupted": 1, "minutes": 2}
-    one, two = {"seed": 1, "test/greedy": 0.5}, {"seed": 2, "test/greedy": 0.7}
-    assert row == dict(lines=0, runs=[one | ends, two | ends])
+    assert row["runs"] == [ends | {"seed": i, "test/greedy": x} for i, x in ((1, 0.5), (2, 0.7))]
     start = compare.row_of(folders, "toy", task, start=True)
     # 0.5 and 0.7: deviation 0.1414, of two values t = 12.706, so 12.706 * 0.1414 / sqrt(2) = 1.27
     assert compare.table({"start": start, "a": row}).splitlines()[2:] == [
         "| start | .10 ±.00 | – | – | .50 ±.00 | – | – | – | – | – | – |",
         "| a | .60 ±1.27 | – | – | – | – | .00 ±.00 | .00 ±.00 | 1.00 ±.00 | 2.00 ±.00 | 0 |"]
-    runs = [run | {"test/pass@1": 0.75} for run in (one, two)]
-    base = [run | {"test/greedy": 0.4, "test/pass@1": 0.5} for run in runs]
+    runs = [{"seed": i, "test/greedy": 0.1 * i, "test/pass@1": 0.75} for i in range(5)]
+    base = [run | {"test/greedy": 0, "test/pass@1": 0.5} for run in runs]
+    assert compare.difference("a", runs, base[:4]) == ""  # t = 2.776, so 2.776 * 0.1581 / sqrt(5) = 0.196
     assert compare.difference("a", runs, base) == (
-        "a less TTRL, seed by seed: test greedy +0.200, 95% interval -1.071 to +1.471: no difference is "
-        "shown; test pass@1 +0.250, 95% interval +0.250 to +0.250: above.")
+        "a less TTRL, seed by seed: test greedy +0.200, 95% interval +0.004 to +0.396: above; "
+        "test pass@1 +0.250, 95% interval +0.250 to +0.250: above.")
     with pytest.raises(UserError, match="a-seed1: eval_samples is 32, but the stored rows have 8"):
         compare.row_of(folders, "toy", task | {"eval_samples": [8]})
     (folders[0] / "final").rmdir()

@@ -159,12 +159,12 @@ def table(rows: dict[str, dict], regime: str = "toy") -> str:
 
 
 def difference(name: str, runs: list[dict], others: list[dict]) -> str:
-    """A sentence: how far these runs end above TTRL's of the same seeds."""
+    """A sentence: how far these runs end above TTRL's of the same seeds; empty for less than five pairs."""
     said = []
     for column in ("test/greedy", "test/pass@1"):
         base = {run["seed"]: run[column] for run in others}
         pairs = [run[column] - base[run["seed"]] for run in runs if run["seed"] in base]
-        if len(pairs) > 1:
+        if len(pairs) >= 5:
             mean, half = interval(pairs)
             verdict = "above" if mean > half else "below" if mean < -half else "no difference is shown"
             ends = f"{mean - half:+.3f} to {mean + half:+.3f}"

@@ -9,11 +9,10 @@ TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: demo lab real smollm2 test quick compare lint docs
+.PHONY: demo lab real smollm2 test quick lint docs
 
 demo: .venv-lab
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
-	$(LAB)/python -m tools.plot runs/demo
 	$(LAB)/python -m tools.report runs/demo
 	@echo "Open runs/demo/report.html: it shows every vote."
 
@@ -43,9 +42,6 @@ quick: .venv
 lint: .venv
 	$(BIN)/ruff check .
 
-compare: .venv
-	$(BIN)/python -m tools.compare
-
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
 docs: .docs
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
@@ -65,9 +61,11 @@ docs: .docs
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch .venv
 
-# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile.
+# --no-compile: Python compiles what is imported, not the 300 MB that pip would compile. A container in which it
+# may not (PYTHONDONTWRITEBYTECODE) would compile at every start.
+COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv-lab: requirements-lab.txt
 	$(PYTHON) -m venv .venv-lab
-	$(LAB)/pip $(TORCH) --no-compile
-	$(LAB)/pip install -q --no-compile -r requirements-lab.txt
+	$(LAB)/pip $(TORCH) $(COMPILE)
+	$(LAB)/pip install -q $(COMPILE) -r requirements-lab.txt
 	touch .venv-lab

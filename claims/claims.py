@@ -12,6 +12,7 @@ A claim is a row of claims/claims.csv, committed before its runs. How verdicts a
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import json
 import math
@@ -24,7 +25,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import jinja2
-import pandas
 import torch
 from matplotlib import pyplot
 from scipy import stats
@@ -35,8 +35,8 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from engine.log import read_jsonl
-from tools import compare, plot
+from engine.log import read_jsonl, read_metrics
+from tools import compare
 from tools.explain import sample_votes
 from tools.report import fates
 
@@ -66,11 +66,14 @@ class Claim:
         return self.says + (f" Here: {self.here}." if self.here else "")
 
 
-CLAIMS, REGIMES = [], pandas.read_csv(ROOT / "claims/regimes.csv", index_col="regime").to_dict("index")
-for row in pandas.read_csv(ROOT / "claims/claims.csv", keep_default_na=False).to_dict("records"):
+CLAIMS, REGIMES = [], {}
+for row in csv.DictReader(open(ROOT / "claims/regimes.csv", encoding="utf-8")):
+    name = row.pop("regime")
+    REGIMES[name] = row | dict(minutes=float(row["minutes"]))
+for row in csv.DictReader(open(ROOT / "claims/claims.csv", encoding="utf-8")):
     row["arms"] = [row.pop("first"), row.pop("second")]
     row["seeds"] = list(map(int, row["seeds"].split()))
-    CLAIMS.append(Claim(**row))
+    CLAIMS.append(Claim(**row | dict(direction=int(row["direction"]), margin=float(row["margin"]))))
 
 
 # ------------------------------------------- a run's values -------------------------------------------------
@@ -91,7 +94,7 @@ def value(folder: Path, metric: str, start: bool = False) -> float:
     if kind == "corrupted":
         found = fates(read_jsonl(folder / "votes.jsonl"))
         return found["corrupted"] - found["learned"]
-    lines = plot.read_metrics(folder)
+    lines = read_metrics(folder)
     if kind == "flips":
         halved = epoch_when(lines, "flip_rate", lambda now, first: now <= first / 2)
         return float(epoch_when(lines, "label_accuracy", lambda now, first: now < first - .05) - halved)
@@ -173,8 +176,10 @@ def judge_votes(problems: list[list[dict]], claim: Claim, resamples: int = 1000)
 
 def holm(ps: dict[str, float]) -> dict[str, float]:
     """p values adjusted for their number (Holm 1979)."""
-    ordered = pandas.Series(ps).sort_values()
-    return (ordered * (len(ps) + 1 - ordered.rank(method="first"))).clip(upper=1).cummax().to_dict()
+    adjusted, least = {}, 0.0
+    for i, name in enumerate(sorted(ps, key=ps.get)):
+        adjusted[name] = least = max(least, min(1.0, ps[name] * (len(ps) - i)))
+    return adjusted
 
 
 # ------------------------------------------- the results ----------------------------------------------------

@@ -22,7 +22,7 @@ import ttrl
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from tools.plot import STYLES
+from tools.report import STYLES
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOUR = {name: colour for name, (colour, _) in STYLES.items()}

@@ -300,8 +300,8 @@ class Log:
         self.bar.close()
         self._draw("close")
         print(evaluation_table(self.history))
-        print(f"Final model: {self.path / 'final'}\nCurves: python -m tools.plot {self.path}\n"
-              f"Votes step by step: python -m tools.report {self.path}", flush=True)
+        print(f"Final model: {self.path / 'final'}\n"
+              f"What happened, with every vote: python -m tools.report {self.path}", flush=True)
 
 
 def show_traceback(ended) -> None:
@@ -346,7 +346,7 @@ def evaluation_table(history: list[dict]) -> str:
 
 
 def vote_record(group: dict) -> dict:
-    """One prompt's vote in short, for votes.jsonl: docs/metrics.md names the fields."""
+    """One prompt's vote in short, a line of votes.jsonl, as docs/metrics.md describes it."""
     prompt, label, verdicts = group["prompt"], group["label"], group["verdicts"]
     classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()

@@ -66,10 +66,13 @@ def machine_errors(args) -> list[str]:
                        "give a larger one or --sampler hf.")
     hidden = args.machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     small = args.model in ("", "toy", "smollm2")
-    if torch.version.cuda and not (torch.cuda.is_available() or hidden or small):
-        bad.append(f"this torch is built for CUDA {torch.version.cuda}, but it sees no GPU: nvidia-smi shows "
-                   "the driver, and CUDA 13 needs 580 or newer. To use the CPU, set CUDA_VISIBLE_DEVICES= "
-                   "(empty).")
+    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
+    if not torch.version.cuda:
+        cause = "it has no CUDA; install requirements.txt into an environment of its own"
+    if (torch.version.cuda or os.path.exists("/proc/driver/nvidia")) and not (
+            torch.cuda.is_available() or hidden or small):
+        bad.append(f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set "
+                   "CUDA_VISIBLE_DEVICES= (empty).")
     if args.machine.offload != "none" and not (torch.cuda.is_available() or args.machine.plan):
         bad.append(f"--offload is '{args.machine.offload}', but there is no GPU here to take anything off.")
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)

@@ -134,6 +134,16 @@ def launch(monkeypatch, capfd):
     return launched
 
 
+def write_run(folder, args, **files):
+    """A folder like a run's, with these files; without metrics two steps."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(dict(script="ttrl", args=args, identity={"data": 1})))
+    files = dict(metrics=[dict(step=1, reward=0.5, loss=0.1), dict(step=2, reward=1)]) | files
+    for name, lines in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
 def read_lines(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

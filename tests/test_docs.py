@@ -90,7 +90,7 @@ def understand(command: str) -> SimpleNamespace | None:
         fork = (ROOT / f"examples/{words[0].removesuffix('.py')}.diff").exists()  # a pattern rule makes them
         assert fork or re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
     if program not in ("python", "torchrun"):
-        assert program in ("make", "pip", "source", "cp", "grep", "sed", "printf"), command
+        assert program in ("make", "pip", "python3", "source", "cp", "grep", "sed", "printf"), command
         return None
     while program == "torchrun" and words[0].startswith("--n"):
         world *= int(words[1])

@@ -103,7 +103,7 @@ def test_k3_is_the_loops():
 
 
 def test_the_lab_needs_nothing_that_requirements_lab_leaves_out():
-    modules = "ttrl evol_rl scrl restrain ettrl dynamic_rl tools.explain tools.plot tools.report"
+    modules = "ttrl evol_rl scrl restrain ettrl dynamic_rl tools.explain tools.report"
     code = f"import sys, {', '.join(modules.split())}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"vllm", "datasets", "sentence_transformers", "pytest"} & set(done.stdout.split())

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import read_lines, run_toy
+from conftest import read_lines, run_toy, write_run
 
 import common
 import ttrl
@@ -16,20 +16,20 @@ from engine.log import vote_record
 from engine.metrics import grade
 from tools import report
 
+ARGS = dict(dataset="<i>toy", votes=4)
 HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x onerror=alert(1)> \\boxed{7}",
            "broken \ud800 and \udfff \\boxed{8}", "<!--<script> {{ 7 * 7 }} & \u2028 \\boxed{<b>9</b>}"]
 
 
 def response(text, answer, own, **more):
-    row = dict(text=text, answer=answer, answer_class=own, reward=1.0, trained=True, advantage=0.5,
-               tokens=9, finished=True, entropy=0.25)
-    return row | more
+    return dict(text=text, answer=answer, answer_class=own, reward=1.0, trained=True, advantage=0.5, tokens=9,
+                finished=True, entropy=0.25) | more
 
 
 def logged(step, responses, equal, label, **more):
     """A line of samples.jsonl; equal: the classes of gold and of the answers."""
-    record = dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label)
-    return record | dict(negatives=[], responses=responses) | more
+    return dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label, negatives=[],
+                responses=responses) | more
 
 
 def brief(step, counts, label="wrong", **more):
@@ -40,20 +40,11 @@ def brief(step, counts, label="wrong", **more):
     return line | dict(right=right, gold=0 if right else None, label=label, trained=2, flipped=None) | more
 
 
-def write_run(folder, **files):
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps(dict(script="ttrl", args=dict(dataset="<i>toy", votes=4))))
-    files = dict(metrics=[dict(step=1, reward=0.5, loss=0.1), dict(step=2, reward=1)]) | files
-    for name, lines in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
 def two_votes(folder, answer="8"):
     """A run with one problem and two votes on it, of the second with texts."""
     rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
     votes = [brief(1, [[answer, 2], ["7", 1]]), brief(2, [["7", 2], ["8", 1]], "right")]
-    return write_run(folder, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
+    return write_run(folder, ARGS, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
 
 
 # ------------------------------------------------ votes.jsonl ---------------------------------------------
@@ -123,17 +114,26 @@ def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     other = dict(problem="1 + 1?", answer="2")
     samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
     first = two_votes(tmp_path / "first")
-    second = write_run(tmp_path / "second", samples=samples, votes=[
+    second = write_run(tmp_path / "second", ARGS, samples=samples, votes=[
         brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
     data = report.page_data([first, second])
-    shares = dict(learned=1, kept=0, corrupted=0, never=0)
-    assert [run["fates"] for run in data["runs"]] == [shares, {}]
+    assert [run["told"][:22] for run in data["runs"]] == ["Majorities in training", ""]
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
     assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
     assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
-    assert {vote["problem"] for vote in data["runs"][1]["kept"]} == {0}
-    assert data["curves"]["The optimizer"] == {"loss": {"ttrl 0": [{1: 0.1}], "ttrl 1": [{1: 0.1}]}}
+    assert data["curves"] == {"Learning": {"reward": [{1: 0.5, 2: 1}] * 2}}  # the loss is always 0.1
+    assert list(data["explained"]) == ["reward"] and data["opens"] == 2  # there the responses agree least
     assert data["runs"][0]["style"] != data["runs"][1]["style"]
+
+
+def test_the_first_sentences_are_made_of_the_runs_numbers():
+    lines = [{"step": 0, "eval/t/greedy": .06, "eval/t/pass@1": .3, "eval/t/maj@8": .5, "eval/t/maj@32": .68},
+             {"step": 9, "reward": 1},
+             {"step": 9, "eval/toy/pass@1": .9, "eval/t/pass@1": .6, "eval/t/greedy": .7}]
+    said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), "toy")
+    assert said.startswith("Right answers on t: greedy from 6% to 70%, sampled from 30% to 60%. The "
+                           "untrained model's vote of 32 was right on 68%. Majorities in training, first ")
+    assert report.told(lines[2:], {}, "toy") == "Right answers on t: greedy 70%, sampled 60%. "
 
 
 # -------------------------------------------------- a browser ----------------------------------------------
@@ -178,7 +178,7 @@ def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
 def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
     said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
                  answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
-    run = write_run(tmp_path / "run", generations=said)
+    run = write_run(tmp_path / "run", ARGS, generations=said)
     (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
     page = browse([run], "", "choices[0].box.value = 'wrong'; words.value = 'IT IS'; filter();")
     assert "1 of 2 responses" in page and "<td>0.5</td>" in page
@@ -191,8 +191,8 @@ def test_nothing_in_a_response_runs(browse, tmp_path):
     texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
     own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
     line = brief(1, [["<b>9</b>", 3]], question=texts["problem"], answer="<b>9</b>")
-    run = write_run(tmp_path / "<i>run", samples=[logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own],
-                    votes=[line, line | dict(step=2)])
+    samples = [logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
+    run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
     page = browse([run])
     for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
         assert text in page

@@ -1,18 +1,23 @@
-"""All methods on the toy: same start, same steps and responses, five seeds, beside what needs no training.
+"""An idea beside six papers and their controls: five runs on the toy, then one row with its intervals.
 
-    python -m tools.compare                        # or `make compare`: the controls and the six methods
-    python -m tools.compare --set examples         # TTRL and the forks in examples/
-    python -m tools.compare --set smollm2          # the first set's on a real model, hours: docs/measured.md
+    python -m tools.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
+    python -m tools.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
+    python -m tools.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
+    python -m tools.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
+    python -m tools.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
 
-The row "start" holds three controls: greedy (temperature 0), sampled (pass@1) and its vote (maj@k). Ctrl-C
-ends the runs after a checkpoint; called again, it resumes them and keeps those that are finished.
+The stored rows, and what they mean: docs/leaderboard.md. Ctrl-C ends the runs after a checkpoint; called
+again, the command resumes them and keeps those that are finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -20,40 +25,26 @@ import sys
 import time
 from pathlib import Path
 
-import evaluate
+from scipy import stats
+
 from engine import log
 from engine.base import UserError
-from tools import plot, report
+from tools.report import fates
 
 ROOT = Path(__file__).resolve().parent.parent
-TOY = "--eval toy,toy_test --eval_every 0 --eval_samples 32"
-REAL = "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16"
-SETS = {  # set -> name -> command, from the repository root
-    "main": {
-        "gold GRPO": "ttrl.py --labels gold",
-        "random reward": "random_reward.py",
-        "TTRL": "ttrl.py",
-        "EVOL-RL": "evol_rl.py",
-        "SCRL": "scrl.py",
-        "RESTRAIN": "restrain.py",
-        "ETTRL": "ettrl.py",
-        "Dynamic RL": "dynamic_rl.py"},
-    "examples": {"TTRL": "ttrl.py"}}
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.diff"))
-SETS["examples"] |= {name: f"{name}.py" for name in EXAMPLES}
-SETS["smollm2"] = SETS["main"]
-# Columns of the table; those that no row has are left out.
-COLUMNS = """eval/toy_test/greedy eval/toy_test/pass@1 eval/toy/greedy eval/toy/pass@1 eval/toy_test/pass@32
-    eval/toy_test/maj@32 eval/smollm2_test/greedy eval/smollm2_test/pass@1 eval/smollm2/greedy
-    eval/smollm2/pass@1 eval/smollm2_test/pass@16 eval/smollm2_test/maj@16 eval/smollm2_ood/greedy
-    eval/smollm2_ood/pass@1 learned kept corrupted never flip_rate eval/toy_test/length
-    eval/smollm2_test/length""".split()
+STORED, PAGE = ROOT / "docs/leaderboard.json", ROOT / "docs/leaderboard.md"
+REGIMES = {  # its flags; the responses to a problem, k
+    "toy": ("--eval toy,toy_test --eval_every 0 --eval_samples 32 --eval_top_k 0", 32),
+    "smollm2": ("--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16",
+                16)}
+SCORES = "test/greedy test/pass@1 test/pass@k test/maj@k train/greedy".split()
+COLUMNS = [*SCORES, "learned", "kept", "corrupted", "minutes"]
 
 
 # ----------------------------------------------- running --------------------------------------------------
 def is_finished(folder: Path, command: list[str]) -> bool:
     """Whether the folder holds the finished run of this command. Raises UserError if it holds another run, of
-    other arguments or before its script, common.py, engine/ or toy/ changed."""
+    other arguments or before its script, common.py, answers/, engine/ or toy/ changed."""
     if not (folder / "run.json").is_file():
         return False
     script, *flags = command
@@ -66,10 +57,10 @@ def is_finished(folder: Path, command: list[str]) -> bool:
 
 def start(folder: Path, command: list[str]) -> subprocess.Popen:
     """Begin a run or continue it, in a session of its own: Ctrl-C reaches it through run_all alone."""
-    log = folder.parent / "logs" / f"{folder.name}.txt"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    told = folder.parent / "logs" / f"{folder.name}.txt"
+    told.parent.mkdir(parents=True, exist_ok=True)
     words = [*command, "--out", str(folder), *(["--resume"] if (folder / "run.json").is_file() else [])]
-    with log.open("a") as file:
+    with told.open("a") as file:
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
 
@@ -99,67 +90,146 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
             process.wait()
 
 
-# ---------------------------------------------- the table -------------------------------------------------
-def rows_of(folders: dict[str, list[Path]]) -> dict[str, list[dict[str, float]]]:
-    """{name: each seed's last evaluation, with what became of its majorities}; start: TTRL's first ones."""
-    rows: dict[str, list[dict]] = {"start": []} | {name: [] for name in folders}
-    for name, folder in [(name, folder) for name, seeds in folders.items() for folder in seeds]:
-        first, *_, last = [line for line in plot.read_metrics(folder) if log.has_evaluation(line)]
-        rows[name].append(last | report.fates(log.read_jsonl(folder / "votes.jsonl")))
-        rows["start"] += [first] if name == "TTRL" else []
-    return rows
+# ----------------------------------------------- the rows -------------------------------------------------
+def changed_lines(script: Path) -> int:
+    """Lines that a diff from ttrl.py to this script removes or adds."""
+    before, after = [path.read_text(encoding="utf-8").splitlines() for path in (ROOT / "ttrl.py", script)]
+    same = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    return len(before) + len(after) - 2 * sum(block.size for block in same)
 
 
-def cell(seeds: list[dict[str, float]], column: str) -> str:
-    """Mean over the seeds and, of more than one, the standard deviation."""
-    values = [row[column] for row in seeds if column in row]
-    spread = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}" if values else ""
+def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) -> dict:
+    """{lines, runs: a dict of COLUMNS for each seed} of finished runs of one script; start: before training.
+
+    Raises UserError if one is not finished, or evaluated otherwise than the stored rows: task."""
+    runs, k = [], REGIMES[regime][1]
+    for folder in folders:
+        if not (folder / "final").exists():
+            raise UserError(f"{folder} holds no finished run.")
+        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        had = about["args"] | about.get("identity", {})
+        for name, values in task.items():
+            if had.get(name) not in values:
+                raise UserError(f"{folder}: {name} is {had.get(name)}, but the stored rows have {values[0]}.")
+        lines = log.read_metrics(folder)
+        scores = [line for line in lines if log.has_evaluation(line)][0 if start else -1]
+        took = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
+        found = {} if start else fates(log.read_jsonl(folder / "votes.jsonl")) | dict(minutes=sum(took) / 60)
+        for column in SCORES:
+            name = column.replace("test", f"{regime}_test").replace("train", regime).replace("@k", f"@{k}")
+            found[column] = scores.get(f"eval/{name}")
+        kept = {name: round(found[name], 6) for name in COLUMNS if found.get(name) is not None}
+        runs.append(dict(seed=about["args"]["seed"]) | kept)
+    script = folders[0] / "script.py"  # as it ran
+    lines = changed_lines(script if script.exists() else ROOT / f"{about['script']}.py")
+    return dict(lines=None if start else lines, runs=runs)
 
 
-def table(rows: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown of {name: {metric: value} of each seed}."""
-    columns = [column for column in COLUMNS if column in set().union(*sum(rows.values(), []))]
-    lines = [f"| | {' | '.join(columns)} |".replace("eval/", ""), "|---" * (len(columns) + 1) + "|"]
-    for name, seeds in rows.items():
-        cells = [cell(seeds, column) for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+def interval(values: list[float]) -> tuple[float, float]:
+    """The mean, and half its 95% interval (Student's t; nan: of one value)."""
+    n = len(values)
+    if n < 2:
+        return values[0], math.nan
+    return statistics.fmean(values), float(stats.t.ppf(.975, n - 1)) * statistics.stdev(values) / n ** .5
+
+
+def short(x: float) -> str:
+    return f"{x:.2f}".removeprefix("0")
+
+
+def cell(values: list[float]) -> str:
+    """The mean and, of more than one value, half its 95% interval."""
+    if not values:
+        return "–"
+    mean, half = interval(values)
+    return short(mean) + ("" if math.isnan(half) else f" ±{short(half)}")
+
+
+def table(rows: dict[str, dict], regime: str = "toy") -> str:
+    """Markdown of {name: row}."""
+    names = [name.replace("@k", f"@{REGIMES[regime][1]}").replace("/", " ") for name in COLUMNS]
+    names.append("changed lines")
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for name, row in rows.items():
+        cells = []
+        for column in COLUMNS:
+            cells.append(cell([run[column] for run in row["runs"] if column in run]))
+        lines.append(f"| {name} | {' | '.join(cells)} | {'–' if row['lines'] is None else row['lines']} |")
     return "\n".join(lines)
+
+
+def difference(name: str, runs: list[dict], others: list[dict]) -> str:
+    """A sentence: how far these runs end above TTRL's of the same seeds; empty for less than five pairs."""
+    said = []
+    for column in ("test/greedy", "test/pass@1"):
+        base = {run["seed"]: run[column] for run in others}
+        pairs = [run[column] - base[run["seed"]] for run in runs if run["seed"] in base]
+        if len(pairs) >= 5:
+            mean, half = interval(pairs)
+            verdict = "above" if mean > half else "below" if mean < -half else "no difference is shown"
+            ends = f"{mean - half:+.3f} to {mean + half:+.3f}"
+            said.append(f"{column.replace('/', ' ')} {mean:+.3f}, 95% interval {ends}: {verdict}")
+    return f"{name} less TTRL, seed by seed: {'; '.join(said)}." if said else ""
+
+
+def store(rows: dict[str, dict], stored: dict) -> None:
+    """Add a row to the stored ones, or replace it, and write the page's table anew."""
+    stored["rows"] |= rows
+    text = json.dumps(stored, indent=1, ensure_ascii=False)
+    text = re.sub(r"\{\s+\"seed[^}]*\}", lambda run: re.sub(r"\s+", " ", run[0]), text)  # a run, a line
+    STORED.write_text(text + "\n", encoding="utf-8")
+    written = re.sub(r"(?:^\|.*\n)+", table(stored["rows"]) + "\n", PAGE.read_text(encoding="utf-8"), count=1,
+                     flags=re.MULTILINE)
+    PAGE.write_text(written, encoding="utf-8")
+
+
+# ------------------------------------------------- main ---------------------------------------------------
+def folders_of(options) -> dict[str, list[Path]]:
+    """{name: folders of finished runs}, after the runs of the scripts among the arguments."""
+    found, jobs = {}, {}
+    for words in [what.split() for what in options.what if not Path(what).is_dir()]:
+        name = re.sub(r"\W+", "-", " ".join(words).replace(".py", ""))
+        script = ROOT / words[0]
+        if (ROOT / f"examples/{script.stem}.diff").exists():
+            subprocess.run(["make", "-s", script.name], cwd=ROOT, check=True)
+        if not script.is_file():
+            raise UserError(f"there is no script and no run's folder {words[0]}.")
+        found[name] = [options.out.resolve() / f"{name}-seed{seed}" for seed in options.seeds]
+        for seed, folder in zip(options.seeds, found[name]):
+            jobs[folder] = [*words, "--seed", str(seed), *REGIMES[options.on][0].split()]
+    run_all(jobs, max(1, options.workers))
+    for folder in [Path(what) for what in options.what if Path(what).is_dir()]:
+        found.setdefault(re.sub(r"-seed\d+$", "", folder.resolve().name), []).append(folder)
+    return found
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
-    parser.add_argument("--set", choices=SETS, default="main")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 1 to 5, of smollm2 1 to 3")
+    parser.add_argument("what", nargs="*", help="scripts with their switches, or folders of finished runs")
+    parser.add_argument("--on", choices=REGIMES, default="toy", help="the model and its problems")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
-    parser.add_argument("--steps", type=int, help="default: the scripts' own")
-    parser.add_argument("--out", type=Path, help="default: runs/compare, of smollm2 runs/compare-smollm2")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where the runs' folders go")
+    parser.add_argument("--store", metavar="NAME", help="keep the row under this name in docs/leaderboard.md")
     options = parser.parse_args()
-    real = options.set == "smollm2"
-    flags = (REAL if real else TOY) + (f" --steps {options.steps}" if options.steps else "")
-    out = (options.out or Path("runs/compare-smollm2" if real else "runs/compare")).resolve()
-    seeds, jobs, folders = options.seeds or range(1, 4 if real else 6), {}, {}
-    for name, command in SETS[options.set].items():
-        folders[name] = [out / f"{name}-seed{seed}" for seed in seeds]
-        for seed, folder in zip(seeds, folders[name]):
-            jobs[folder] = f"{command} --seed {seed} {flags}".split()
-    forks = {command[0] for command in jobs.values()} & {f"{name}.py" for name in EXAMPLES}
-    subprocess.run(["make", *forks], cwd=ROOT, check=True)
+    stored = json.loads(STORED.read_text(encoding="utf-8")) if options.on == "toy" else dict(task={}, rows={})
     try:
-        run_all(jobs, max(1, options.workers))
+        rows = {}
+        for name, folders in folders_of(options).items():
+            if not stored["rows"]:
+                stored["rows"]["start"] = row_of(folders, options.on, {}, start=True)
+            rows[name] = row_of(folders, options.on, stored["task"])
+        if options.store and len(rows) != 1:
+            raise UserError(f"--store keeps one row, but these are {len(rows)}.")
     except UserError as error:
         sys.exit(f"Error: {error}")
-    rows = rows_of(folders)
-    controls = {"start": rows.pop("start")}
-    if not real:  # greedy, with the beginning of a worked solution put before the response
-        worked = evaluate.main(evaluate.Args(benchmarks="toy,toy_test", preset="toy", temperature=0.0,
-                                             prompt="examples/prompts/worked.txt"))
-        greedy = {f"eval/{name}/greedy": scores["pass@1"] for name, scores in worked.items()}
-        controls["start, worked manner prefilled"] = [greedy]
-    text = table(controls | rows)
-    (out / f"{options.set}.md").write_text(text + "\n", encoding="utf-8")
-    print(f"{text}\nCurves: python -m tools.plot {out}/*-seed*")
+    if options.store:
+        rows = {options.store: rows.popitem()[1]}
+        store(rows, stored)
+    print(table(stored["rows"] | rows, options.on))
+    for name, row in rows.items():
+        print(difference(name, row["runs"], stored["rows"].get("TTRL", dict(runs=[]))["runs"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run or several -> one HTML page: curves, every problem's votes over the steps, sharpening.
+"""One run or several -> one HTML page: what happened in a sentence, curves, every problem's votes.
 
     python -m tools.report runs/NAME             # writes runs/NAME/report.html
     python -m tools.report runs/A runs/B         # their votes side by side, in runs/A/report.html
@@ -13,20 +13,53 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError
-from engine.log import read_jsonl
-from tools import plot
+from engine.log import has_evaluation, read_jsonl, read_metrics
 
 SHOWN_STEPS = 50
 OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
     skipped_updates""".split()
+# Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
+HIDDEN = """step logp_diff_mean truncated answered batch_pass@1 entropy_right entropy_wrong positive_advantage
+    negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
+    question_length peak_memory_gib""".split()
+GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 OPTIONS = "model dataset votes train_samples lr temperature seed".split()
 OF_EVALUATION = "model eval_samples eval_temperature eval_top_p max_new_tokens seed".split()
 TEMPLATE = Path(__file__).parent / "templates/report.html"
+METRICS = Path(__file__).parent.parent / "docs/metrics.md"
+STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
+    "gold": ("#000000", "-"),
+    "ttrl": ("#0072B2", "-"),
+    "evol_rl": ("#D55E00", "--"),
+    "scrl": ("#009E73", "-."),
+    "restrain": ("#CC79A7", ":"),
+    "ettrl": ("#E69F00", (0, (5, 1))),
+    "dynamic_rl": ("#56B4E9", (0, (3, 1, 1, 1)))}
+
+
+def method_of(folder: Path) -> str:
+    """What gives a run its colour and line: its script, or gold if it trains on gold labels; maybe empty."""
+    record = folder / "run.json"
+    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    return "gold" if about.get("args", {}).get("labels") == "gold" else about.get("script", "")
+
+
+def styles(methods: list[str]) -> list[tuple]:
+    """(colour, line style) of each of these runs, none twice: the method's own, else its colour, else any."""
+    found: list[tuple] = []
+    for method in methods:
+        colours = [STYLES[method][0]] if method in STYLES else []
+        tries = [STYLES[method]] if method in STYLES else []
+        for colour in [*colours, *(colour for colour, _ in STYLES.values())]:
+            tries += [(colour, line) for line in ("--", ":", "-.", "-")]
+        found.append([*(style for style in tries if style not in found), *tries][0])
+    return found
 
 
 def vote_of(record: dict) -> dict:
@@ -68,7 +101,63 @@ def fates(votes: list[dict]) -> dict[str, float]:
     return found | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
 
 
-def read_run(folder: Path, numbers: dict[str, int]) -> dict:
+def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
+    """What happened, in sentences made of the run's own numbers. found: its fates."""
+    evaluated, said = [line for line in lines if has_evaluation(line)], ""
+    names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
+    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", dataset)))
+    if test := [*names, ""][0]:  # of problems that were not trained on, if there are any
+        first, last = [{name.removeprefix(f"eval/{test}/"): f"{value:.0%}" for name, value in line.items()}
+                       for line in (evaluated[0], evaluated[-1])]
+        before = {name: f"from {value} to " for name, value in first.items() if len(evaluated) > 1}
+        scores = [f"{words} {before.get(metric, '')}{last[metric]}"
+                  for metric, words in (("greedy", "greedy"), ("pass@1", "sampled")) if metric in last]
+        said = f"Right answers on {test}: {', '.join(scores)}. "
+        votes = max((int(name[4:]) for name in first if name.startswith("maj@")), default=1)
+        if votes > 1 and evaluated[0]["step"] == 0:
+            said += f"The untrained model's vote of {votes} was right on {first[f'maj@{votes}']}. "
+    if "learned" in found:
+        said += (f"Majorities in training, first and last: {found['corrupted']:.0%} of the problems were "
+                 f"corrupted (right, then wrong), {found['learned']:.0%} learned (wrong, then right), "
+                 f"{found['kept']:.0%} kept (right, right), {found['never']:.0%} never right. ")
+    if "flip_rate" in found:
+        said += f"From one vote on a problem to the next {found['flip_rate']:.0%} of the majorities changed."
+    return said
+
+
+def explained(metrics: list[str]) -> dict[str, str]:
+    """{metric: what docs/metrics.md says of it}, of those that it has."""
+    page, found = METRICS.read_text(encoding="utf-8"), {}
+    for cell, text in re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE):
+        names = re.findall(r"`([^`]+)`", cell)
+        plain = re.sub(r"\[(.*?)\]\(.*?\)|`", r"\1", text)
+        for name in names:
+            found.setdefault(name.removeprefix("eval/NAME/"), f"{', '.join(names)}: {plain}")
+    ends = {name: re.sub(r"@(?!1$)\d+$", "@k", name.rpartition("/")[2]) for name in metrics}
+    return {name: found[end] for name, end in ends.items() if end in found}
+
+
+def panels(lines: list[list[dict]]) -> dict[str, dict]:
+    """{heading: {metric: the curve {step: value} of each run}}. Left out below Accuracy: what never changes,
+    and what is the same as a panel before it in all runs."""
+    found: dict[str, dict] = {"Accuracy": {}, "Learning": {}, "The optimizer": {}}
+    names = dict.fromkeys(name for run in lines for line in run for name in line)
+    sizes = [int(name.rpartition("@")[2]) for name in names if "/pass@" in name]
+    shown = ("greedy", "pass@1", f"pass@{max(sizes, default=1)}", f"maj@{max(sizes, default=1)}")
+    for name in names:
+        kind = "The optimizer" if name in OPTIMIZER else "Learning"
+        if name.startswith("eval/") and name.rpartition("/")[2] in shown and "/mean/" not in name:
+            kind = "Accuracy"
+        elif name in HIDDEN or name.startswith(GROUPS):
+            continue
+        drawn = [{line["step"]: line[name] for line in run if name in line} for run in lines]
+        flat = len({value for curve in drawn for value in curve.values()}) == 1
+        if kind == "Accuracy" or not (flat or drawn in found[kind].values()):
+            found[kind][name] = drawn
+    return {kind: drawn for kind, drawn in found.items() if drawn}
+
+
+def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
     votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
@@ -90,9 +179,19 @@ def read_run(folder: Path, numbers: dict[str, int]) -> dict:
             others.append(line)
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
-    return dict(name=folder.resolve().name, method=plot.method_of(folder), about=", ".join(options),
-                results=about.get("results", {}), votes=votes, fates=fates(votes), kept=kept, others=others,
+    return dict(name=folder.resolve().name, method=method_of(folder), about=", ".join(options),
+                results=about.get("results", {}), votes=votes, kept=kept, others=others,
+                told=told(lines, fates(votes), args.get("dataset", "")),
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))
+
+
+def most_disputed(runs: list[dict]) -> int:
+    """The step with texts at which the responses agree least."""
+    shares: dict[int, list[float]] = {}
+    for vote in [vote for run in runs for vote in run["kept"]]:
+        counts = [entry["votes"] for entry in vote["classes"]]
+        shares.setdefault(vote["step"], []).append(max(counts) / sum(counts))
+    return min(shares, key=lambda step: sum(shares[step]) / len(shares[step]), default=0)
 
 
 def generations(folder: Path) -> list[dict]:
@@ -109,19 +208,19 @@ def generations(folder: Path) -> list[dict]:
 
 
 def page_data(folders: list[Path]) -> dict:
-    """All that the page shows: {runs, questions, curves}. Raises UserError if a folder holds no run."""
+    """All that the page shows. Raises UserError if a folder holds no run."""
     numbers: dict[str, int] = {}
-    lines = [[[]] if (folder / "results.json").is_file() else [*plot.read_runs([folder]).values()][0]
-             for folder in folders]
-    runs = [read_run(Path(folder), numbers) for folder in folders]
-    named = {f"{run['method']} {i}": seeds for i, (run, seeds) in enumerate(zip(runs, lines))}
-    for run, style in zip(runs, plot.styles(list(named)).values()):
+    lines = [read_metrics(folder) for folder in folders]
+    for folder, own in zip(folders, lines):
+        if not own and not (folder / "results.json").is_file():
+            raise UserError(f"'{folder}' holds no run: it has no metrics.jsonl with a finished line.")
+    runs = [read_run(folder, numbers, own) for folder, own in zip(folders, lines)]
+    for run, style in zip(runs, styles([run["method"] for run in runs])):
         run["style"] = style
-    logged = {name for seeds in lines for line in seeds[0] for name in line}
-    curves = {"Learning": plot.curves(named, [])} if logged else {}
-    if panels := [name for name in OPTIMIZER if name in logged]:
-        curves["The optimizer"] = plot.curves(named, panels)
-    return dict(runs=runs, questions=list(numbers), curves=curves)
+    curves = panels(lines)
+    names = [name for drawn in curves.values() for name in drawn]
+    return dict(runs=runs, questions=list(numbers), curves=curves, explained=explained(names),
+                opens=most_disputed(runs))
 
 
 def write_report(folders: list[Path], out: Path) -> None:

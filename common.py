@@ -115,18 +115,18 @@ class Args:
     kl_coef: NonNegative = 0.001
     """Weight of the KL term; 0: no reference model (EVOL-RL Table 3, RESTRAIN D.2; TTRL's, SCRL's code)."""
     eval: str = "train"
-    """Benchmarks to evaluate, comma-separated; 'train' is --dataset; empty: none."""
+    """Benchmarks of the evaluations, comma-separated; 'train' is --dataset; empty: none."""
     prompt: str = "system"
-    """system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no chat template.
-    Or a file (examples/prompts) whose lines [system], [user], [assistant] begin turns (docs/fork.md)."""
+    """Prompt format. system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no
+    chat template. Or a file (examples/prompts) whose lines [system], [user], [assistant] begin turns."""
     labels: Literal["majority", "gold"] = "majority"
-    """majority: the model's own answers vote. gold: only right ones do (in ttrl.py: supervised GRPO)."""
+    """Who votes. majority: all of the model's answers. gold: only right ones (ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1
-    """Seeds of data order, sampling and subsets all derive from it."""
+    """Seed, from which those of data order, sampling and subsets derive."""
     epochs: CountOrZero = 80
     """Passes over the problems (TTRL 3.1, SCRL 4.1, ETTRL 4: AIME 80, AMC 30, MATH-500 10)."""
     max_prompt_tokens: Count = 1024
-    """A longer prompt is not trained, and wrong in evaluation (ours; the released codes: 512 or 1024)."""
+    """Length limit of a prompt: longer ones are not trained, and wrong in evaluation (codes: 512, 1024)."""
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
@@ -134,19 +134,19 @@ class Args:
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
-    """mixed (ours): responses at random, of all prompts. by_prompt: prompt after prompt (EVOL-RL Table 3)."""
+    """Order of the responses. mixed: at random (ours). by_prompt: prompt after prompt (EVOL-RL Table 3)."""
     clip_low: Share = 0.2
-    """Ratios are clipped at 1 - clip_low (the released codes; ETTRL 3.1: typically 0.2) ..."""
+    """Lower clip: ratios are at least 1 - clip_low (the released codes; ETTRL 3.1: typically 0.2)."""
     clip_high: NonNegativeOrInf = 0.2
-    """... and at 1 + clip_high (likewise)."""
+    """Upper clip: ratios are at most 1 + clip_high (likewise)."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the mean token entropy; positive raises entropy (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
+    """Weight of the mean token entropy, which a positive one raises (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
-    """seq-mean: over tokens, then responses (EVOL-RL Eq. 1, SCRL 2, ETTRL 3). token-mean: over all tokens."""
+    """Mean of the loss. seq-mean: over tokens, then responses (EVOL-RL, SCRL, ETTRL). token-mean: tokens."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those at the start and at the end; 0: only these two (ours)."""
     eval_samples: Count = 16
-    """Responses per problem (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
+    """Responses per problem of evaluation (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
     """Temperature of evaluation; 0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.6)."""
     eval_top_p: PositiveShare = 0.95
@@ -154,7 +154,7 @@ class Args:
     eval_top_k: CountOrZero = 0
     """Top-k of evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
-    """Report greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
+    """Greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
     LEAST_TRAINED = 2  # one trained response alone has the advantage 0
 

@@ -70,13 +70,13 @@ EXAMPLES = (EXAMPLE.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}
 @dataclass
 class Args(common.Args):
     dataset: str = ""
-    """Empty: Dynamic RL, own questions. Given, with --labels gold: semi-dynamic RL on these problems."""
+    """Training problems. Empty: none, Dynamic RL. Given, with --labels gold: semi-dynamic RL on these."""
     question_prompt: str = Z_0
-    """z_0, the one prompt that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
+    """The one prompt z_0 that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
     max_question_tokens: common.Count = 1024
     """Length limit of a question (3.1). A question over --max_prompt_tokens is not solved."""
     filter: bool = True
-    """Question filtering (section 2); --no-filter is Table 2's "w/o filtering"."""
+    """Filter of questions (section 2); --no-filter is Table 2's "w/o filtering"."""
     rq: bool = True
     """Question reward R_q; --no-rq is Table 2's "w/o R_q"."""
     rdq: bool = True
@@ -84,35 +84,35 @@ class Args(common.Args):
     rda: bool = True
     """Answer diversity reward R_da; --no-rda is Table 2's "w/o R_da"."""
     tau: common.PositiveShare = 0.75
-    """tau of Eq. 8, the share of agreeing solutions that is rewarded most: 3/4 (section 3.1)."""
+    """Share of agreeing solutions that is rewarded most: 3/4 (tau of Eq. 8; section 3.1)."""
     lambda_q: common.NonNegative = 1e-3
-    """lambda_q of Eq. 14, weight of R_q: 1e-3 (section 3.1; Table 5)."""
+    """Weight of R_q: 1e-3 (lambda_q of Eq. 14; section 3.1; Table 5)."""
     lambda_dq: common.NonNegative = 1e-1
-    """lambda_dq of Eq. 14, weight of R_dq: 1e-1 (section 3.1; Table 6)."""
+    """Weight of R_dq: 1e-1 (lambda_dq of Eq. 14; section 3.1; Table 6)."""
     lambda_da: common.NonNegative = 1.0
-    """lambda_da of Eq. 14, weight of R_da: 1 (section 3.1)."""
+    """Weight of R_da: 1 (lambda_da of Eq. 14; section 3.1)."""
     lambda_s: common.NonNegative = 1.0
-    """lambda_s of Eq. 14, weight of R_s: 1 (section 3.1)."""
+    """Weight of R_s: 1 (lambda_s of Eq. 14; section 3.1)."""
     prompts_per_batch: common.Count = 32
-    """n, questions per batch: 32 (section 3.1)."""
+    """Number n of questions per batch: 32 (section 3.1)."""
     votes: common.Count = 16
-    """m, solutions sampled per question: 16 (section 3.1)."""
+    """Number m of solutions sampled per question: 16 (section 3.1)."""
     train_samples: common.Count = 16
     """Solutions per question that are trained, all m (Eq. 14); if fewer, advantages are still over all m."""
     steps: common.CountOrZero = 1259
-    """One epoch of DeepScaleR-40K (section 3.1): 40,315 problems (its card) in batches of 32."""
+    """Batches to train on: one epoch of DeepScaleR-40K (section 3.1), 40,315 problems (its card) by 32."""
     epochs: common.CountOrZero = 1
-    """One epoch (section 3.1), with --dataset and --steps 0."""
+    """Passes over --dataset if --steps is 0: one (section 3.1)."""
     lr: common.NonNegative = 1e-6
-    """Section 3.1: 1e-6."""
+    """Peak learning rate of AdamW: 1e-6 (section 3.1)."""
     num_minibatches: common.Count = 1
-    """Not in the paper: one, so that the loss has the gradient of Eq. 14 (up to the mean over tokens)."""
+    """Optimizer steps per batch: one, which has the gradient of Eq. 14 up to the mean over tokens (ours)."""
     kl_coef: common.NonNegative = 0.0
-    """Not in the paper's objective, Eq. 14."""
+    """Weight of the KL term, which the paper's objective, Eq. 14, has not."""
     eval: str = "math500,amc23,aime24,aime25"
-    """Section 3.1: MATH500, AMC23, AIME2024, AIME2025. 'train' needs --dataset."""
+    """Benchmarks: MATH500, AMC23, AIME2024, AIME2025 (section 3.1). 'train' needs --dataset."""
     eval_top_k: common.CountOrZero = 20
-    """Section 3.1: top-k 20, with temperature 0.6 and top-p 0.95."""
+    """Top-k of evaluation: 20, with temperature 0.6 and top-p 0.95 (section 3.1)."""
 
     def errors(self):
         of_questions = self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da

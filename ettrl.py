@@ -48,32 +48,32 @@ from engine.metrics import mean
 @dataclass
 class Args(common.Args):
     rollout: Literal["etmr", "parallel"] = "etmr"
-    """etmr: entropy-fork tree majority rollout (3.2). parallel: TTRL's --votes separate responses. The
-    default has etmr and res together (ours): no table of the paper does."""
+    """Kind of rollout. etmr: entropy-fork tree majority rollout (3.2). parallel: TTRL's --votes separate
+    responses. The default has etmr and res together (ours): no table of the paper does."""
     trunks: common.Count = 12
-    """M, trees per prompt (section 4)."""
+    """Number M of trees per prompt (section 4)."""
     forks: common.CountOrZero = 2
-    """N, fork points per trunk (section 4); 0: plain sampling of M responses."""
+    """Number N of fork points per trunk (section 4); 0: plain sampling of M responses."""
     branches: common.Count = 2
-    """B, continuations per fork point (section 4). M (1 + B N) = 60 leaves vote instead of --votes."""
+    """Number B of continuations per fork (section 4). M (1 + B N) = 60 leaves vote instead of --votes."""
     fork_score: Literal["surprisal", "entropy"] = "surprisal"
-    """surprisal: -log pi(y_t), Algorithm 1. entropy: of the next token, Eq. 4, the text's (section 3.2), by
-    one more pass."""
+    """What makes a fork. surprisal: -log pi(y_t), Algorithm 1. entropy: of the next token, Eq. 4, the text's
+    (section 3.2), by one more pass."""
     advantage: Literal["res", "clip", "none"] = "res"
-    """EAR (section 3.3). res: scaled by relative entropy (Eq. 14). clip: Eq. 15. none: TTRL's."""
+    """Reshaping of advantages, EAR (3.3). res: by relative entropy (Eq. 14). clip: Eq. 15. none: TTRL's."""
     alpha: common.Share = 0.2
-    """alpha, Adv-Res scales by at least 1 - alpha (Eq. 14; section 4)."""
+    """Lower bound of Adv-Res, which scales by at least 1 - alpha (Eq. 14; section 4)."""
     beta: common.NonNegative = 0.2
-    """beta, ... and by at most 1 + beta (Eq. 14; section 4)."""
+    """Upper bound of Adv-Res, which scales by at most 1 + beta (Eq. 14; section 4)."""
     bound: common.Positive = 2.0
-    """beta of Adv-Clip (Eq. 15; section 4)."""
+    """Largest size of an advantage under Adv-Clip (beta of Eq. 15; section 4)."""
     temperature: common.Positive = 0.6
-    """Rollout temperature (section 4); log-probs, entropies and ratios are of logits / temperature, too."""
+    """Sampling temperature; log-probs, entropies and ratios use it, too (section 4)."""
     kl_coef: common.NonNegative = 0.001
-    """In no equation of ETTRL ("No KL penalty", 3.1): TTRL's code has it, whose configuration section 4
-    follows; 0: none."""
+    """Weight of the KL term; 0: none. No equation of ETTRL has one ("No KL penalty", 3.1), but TTRL's code,
+    whose configuration section 4 follows."""
     eval_greedy: bool = True
-    """Section 4: greedy; but the tables' values fit means of 16 samples, eval/NAME/pass@1 (docs/ettrl.md)."""
+    """Greedy pass@1, too (section 4); the tables' values fit means of 16 samples, eval/NAME/pass@1."""
 
     def responses_per_prompt(self) -> int:
         return tree_leaves(self.trunks, self.forks, self.branches) if self.rollout == "etmr" else self.votes

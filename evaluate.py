@@ -64,22 +64,22 @@ class Args(Shared):
     temperature: common.NonNegative | None = None
     """Sampling temperature; 0: greedy, with one response."""
     top_p: common.PositiveShare | None = None
-    """Top-p sampling; 1 turns it off."""
+    """Top-p of sampling; 1 turns it off."""
     top_k: common.CountOrZero | None = None
-    """Top-k sampling; 0 turns it off."""
+    """Top-k of sampling; 0 turns it off."""
     max_new_tokens: common.Count | None = None
     """Length limit of a response."""
     prompt: str | None = None
-    """system: instruction as system turn. suffix: after the question. plain: no chat template. Or a file."""
+    """Prompt format. system: instruction as system turn. suffix: after the question. plain, or a file."""
     max_prompt_tokens: common.Count | None = None
-    """The responses to a longer prompt count as wrong."""
+    """Length limit of a prompt; the responses to a longer one count as wrong."""
     grader: Literal["answers", "math_verify"] = "answers"
     """What is right: answers that equal gold by answers/; or, to compare with published numbers, what
     Math-Verify finds in the response's text (docs/readings.md). Votes of maj@k are counted by answers/."""
     seed: common.CountOrZero = 1
-    """The samples' seeds derive from it."""
+    """Seed, from which those of the samples derive."""
     sampler: Literal["auto", "vllm", "hf"] | None = None
-    """auto: vLLM if it imports, else transformers."""
+    """Sampling engine. auto: vLLM if it imports, else transformers (hf)."""
     gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
     save_generations: bool = False

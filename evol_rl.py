@@ -55,30 +55,30 @@ class Args(common.Args):
     """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
-    """majority: EVOL-RL. gold: correct responses take the majority's place (ours), for Figure 4's RLVR."""
+    """Who takes the upper band. majority: EVOL-RL. gold: correct responses (ours), for Figure 4's RLVR."""
     novelty: bool = True
-    """Off: '-Novelty Reward' of Table 2, which does not say what replaces the reward: 1 and 0 as TTRL's, for
-    valid responses; needs no embedder."""
+    """Novelty reward. Off: '-Novelty Reward' of Table 2, which does not say what replaces it: 1 and 0 as
+    TTRL's, for valid responses; needs no embedder."""
     alpha: Share = 0.5
-    """alpha of section 2.2 (Table 4): weight of the mean similarity; the maximum has 1 - alpha."""
+    """Weight of the mean similarity; the maximum has 1 - alpha (alpha of section 2.2; Table 4)."""
     embedder: str = "Qwen/Qwen3-Embedding-4B"
-    """sentence-transformers model (A.3): Hub id, folder, or package:NAME, a pip package with NAME/model/.
+    """Embedding model of sentence-transformers (A.3): Hub id, folder, or package:NAME with NAME/model/.
     words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """epsilon_high of Eq. 1 (Table 4): ratios are clipped at 1 + clip_high; for Table 2's
+    """Upper clip: ratios are at most 1 + clip_high (epsilon_high of Eq. 1; Table 4); for Table 2's
     '-ClipHigh' we take 0.2, which the paper does not give."""
     entropy_coef: common.NonNegative = 0.003
-    """lambda_ent of Eq. 2 (Table 4): weight of the mean token entropy; 0 is '-Ent' of Table 2."""
+    """Weight of the mean token entropy (lambda_ent of Eq. 2; Table 4); 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288
     """Length limit of a response (section 3.1)."""
     epochs: common.CountOrZero = 3
     """Passes over the problems (released code: 3, over an AIME24 file that has each problem 16 times)."""
     eval_every: common.CountOrZero = 0
-    """0: only at the start and the end; an evaluation of MATH-500 samples a sixth of what training does."""
+    """Steps between evaluations; 0: only at start and end: one of MATH-500 samples a sixth of training's."""
     eval_samples: common.Count = 32
-    """Responses per problem (Table 1)."""
+    """Responses per problem of evaluation (Table 1)."""
     eval_top_k: common.CountOrZero = 20
-    """From the released test script, with top-p 0.95; the paper does not say."""
+    """Top-k of evaluation, with top-p 0.95 (released test script; the paper does not say)."""
 
     def own_models(self) -> list[str]:
         return [self.embedder] if self.novelty and self.embedder != "words" else []

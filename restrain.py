@@ -43,23 +43,23 @@ from engine.metrics import mean
 @dataclass
 class Args(common.Args):
     label_weighting: Literal["gaussian", "majority", "uniform"] = "gaussian"
-    """w_j of Eq. 3. majority: all on the majority's, as sigma 0. uniform: equal, as sigma inf."""
+    """Label weights w_j (Eq. 3). majority: all on the majority's, as sigma 0. uniform: equal (sigma inf)."""
     sigma: common.NonNegativeOrInf = 0.5
-    """sigma of the label weights, 0 to inf (D.2). A narrow optimum: 0.25 costs the paper 8.8 points on
+    """Width sigma of the label weights, 0 to inf (D.2). A narrow optimum: 0.25 costs the paper 8.8 points on
     average, 1 costs 14.0 (Table 8)."""
     kappa: common.CountOrZero = 3
-    """kappa: with fewer majority votes all are penalised (Eq. 4; D.2); of 16 votes, 2 costs 8.5 points and
+    """Votes below which a majority has all penalised (Eq. 4; D.2); of 16 votes, 2 costs 8.5 points and
     5 costs 8.0 (Table 10). 0: never (Table 4)."""
     delta: common.NonNegative = 1.0
-    """delta, the penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9
+    """The penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9
     (Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
-    """u of Eq. 5, from the initial model, or online (Appendix E does not say how; we take the current
-    responses); none: 1 (Table 4)."""
+    """Prompt weights u of Eq. 5, from the initial model, or online (Appendix E does not say how; we take the
+    current responses); none: 1 (Table 4)."""
     prompt_sigma: common.NonNegativeOrInf = 0.5
-    """sigma of the prompt weights (D.2: one sigma for both; we read Table 8 as varying only the labels')."""
+    """Width sigma of the prompt weights (D.2: one for both; we read Table 8 as varying only the labels')."""
     votes: common.Count = 16
-    """n, responses sampled per prompt (D.2); all of them vote (section 2.1)."""
+    """Number n of responses sampled per prompt (D.2); all of them vote (section 2.1)."""
     train_samples: common.Count = 16
     """Responses trained per prompt: all (Eq. 7)."""
     lr: common.NonNegative = 1e-6

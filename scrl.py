@@ -46,27 +46,27 @@ import torch
 @dataclass
 class Args(common.Args):
     temperature: common.Positive = 0.6
-    """Rollout temperature (section 4.1; Qwen2.5-Math: 1.0), and that of log-probs and entropies."""
+    """Sampling temperature; log-probs and entropies use it, too (section 4.1; Qwen2.5-Math: 1.0)."""
     prompt: str = "suffix"
-    """suffix: SCRL's for Qwen2.5-3B; Qwen2.5-Math takes 'system' (B.2; texts: released code)."""
+    """Prompt format. suffix: SCRL's for Qwen2.5-3B; Qwen2.5-Math takes 'system' (B.2; released code)."""
     tau_pos: common.Share = 0.375
-    """tau_pos of Eq. 4 (section 4.1; Table 5): the smallest share with which a majority is a label."""
+    """Smallest share of a majority that is a positive label (tau_pos of Eq. 4; section 4.1; Table 5)."""
     tau_marg: common.Share = 0.125
-    """tau_marg of Eq. 4 (section 4.1; Table 9): the majority's lead over the second answer must exceed it."""
+    """Lead over the second answer that the majority must exceed (tau_marg of Eq. 4; section 4.1; Table 9)."""
     tau_neg: common.Share = 0.125
-    """tau_neg of Eq. 8 (section 4.1; Table 5): only answers with a smaller share are negative labels."""
+    """Share below which an answer may be a negative label (tau_neg of Eq. 8; section 4.1; Table 5)."""
     lambda_h: common.NonNegative = 0.1
-    """lambda_H of Eq. 9 (section 4.1; Table 9): weight of the entropy penalty."""
+    """Weight of the entropy penalty (lambda_H of Eq. 9; section 4.1; Table 9)."""
     null_reward: common.Finite = -1.0
-    """Reward of a response without an answer. From the released code; the paper does not say."""
+    """Reward of a response without an answer (released code; the paper does not say)."""
     selective_positive: bool = True
-    """Table 3. Off: the majority is the positive label, however weak."""
+    """Selection of positive labels. Off: the majority is one, however weak (Table 3)."""
     negatives: bool = True
-    """Table 3. Off: no negative labels."""
+    """Negative labels. Off: none (Table 3)."""
     entropy_gate: bool = True
-    """Table 3. Off: every rare answer is a negative label, whatever its entropy."""
+    """Entropy gate. Off: every rare answer is a negative label, whatever its entropy (Table 3)."""
     dynamic_rewards: bool = True
-    """Table 3. Off: hard rewards, +1, -1 and 0 for answers; those without one keep --null_reward."""
+    """Dynamic rewards. Off: +1, -1 and 0 for answers; those without one keep --null_reward (Table 3)."""
 
 
 # ------------------------------------------------- the method -----------------------------------------------

@@ -41,7 +41,7 @@ class Shared:
     show_prompt: bool = False
     """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
-    """auto: vLLM if it is installed, else transformers, as with --plain."""
+    """Sampling engine. auto: vLLM if it is installed, else transformers (hf), as with --plain."""
     gpu_memory: PositiveShare = 0.5
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
     tensor_parallel: Count = 1
@@ -57,16 +57,16 @@ class Shared:
 @dataclasses.dataclass
 class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
-    """The run stops if sampler and trainer log-probs of a token differ by more. float32 only: in bfloat16 the
+    """Largest difference of a token's sampler and trainer log-probs that float32 allows; in bfloat16 the
     limit is 0.1, or 5 times the first step's, on average."""
     plain: bool = False
-    """Padded rows and full logits, the slow and obvious way, which gives the same step."""
+    """The slow and obvious way, with padded rows and full logits, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations: a third more compute, a quarter of the memory. auto: if a GPU needs that."""
+    """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     micro_tokens: CountOrZero = 0
     """Tokens per micro-batch and rank, or a longest response: memory, not the result. 0: 16384, or less."""
     offload: Literal["none", "reference", "optimizer"] = "none"
-    """In host memory: the reference model; optimizer: weights, gradients and AdamW, too. Not run on a GPU."""
+    """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Not run on a GPU."""
     plan: bool = False
     """Print the memory that this run takes, from the model's config alone, and exit."""
     gpus: CountOrZero = 0
@@ -81,7 +81,7 @@ class Machine(Shared):
     """Steps between checkpoints. One is also written before an evaluation, and after the step on Ctrl-C,
     SIGTERM, SIGHUP, SIGUSR1 or 2 (torchrun waits for 30 s: see its --shutdown-timeout). 0: only then."""
     keep: Count = 2
-    """Checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
     """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False

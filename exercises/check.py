@@ -1,76 +1,119 @@
 """Checks an exercise: `python -m exercises.check 3`; without a number, all six.
 
-Your function is compared with the script's own on a few telling cases: the solutions are the scripts."""
+Your function is compared with the script's own on random inputs: the solutions are the scripts."""
 
 import argparse
-import ast
+import copy
 import importlib
-import math
+import random
+import re
 import sys
-from collections import Counter
-from functools import partial
 from pathlib import Path
-from statistics import mean
-from types import SimpleNamespace
 
-from exercises.cases import CASES
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISES = dict(enumerate("""ttrl.majority_reward ttrl.group_advantages scrl.pseudo_labels
     restrain.restrain_advantages ettrl.reshape_advantages ttrl.k3""".split(), 1))  # number: script.function
 
 
-def solution(script: str, name: str):
-    """The script's function, from its text (its import takes seconds), and `majority`, which it may call.
+# ------------------------------------------- random inputs; d: a random.Random -----------------------------
+def votes(d, *counts, few: int = 0, none: int = 0) -> list[int | None]:
+    """Classes with these vote counts and up to four with at most `few`, under random names, in any order."""
+    counts, classes = list(counts), [None] * d.randint(0, none)
+    counts += [d.randint(1, few) for _ in range(d.randint(0, 4) if few else 0)]
+    for name, count in zip(d.sample(range(2 * len(counts)), len(counts)), counts):
+        classes += [name] * count
+    return d.sample(classes, len(classes))
 
-    k3 is two lines of the loop."""
+
+def sure(d, classes, **thresholds) -> tuple:
+    """SCRL's arguments: the entropies, eighths, whose means are exact, or all equal."""
+    choice = d.choice([[4], [1, 1, 2, 4, 8], [1, 1, 2, 4, 8]])
+    return classes, [d.choice(choice) / 8 for _ in classes], thresholds
+
+
+def floats(d, n: int, scale: float = 1.0, least: int = -20) -> torch.Tensor:
+    return torch.tensor([d.randint(least, 20) / 10 * scale for _ in range(n)])
+
+
+VOTES = [6, 3, 3, 2, 1, 1], [7, 5, 2, 1, 1], [7, 7, 1, 1], [8], [5, 4, 3, 3, 1], [3, 3, 2, 2, 2, 2, 1, 1]
+INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the arguments, a dict: by name)
+    1: [("Whoever agrees with the most frequent answer gets 1, all others 0, in a float tensor [N].",
+         lambda d: [votes(d, d.randint(1, 5), few=4)]),
+        ("None is no answer: it does not vote, and its reward is 0. Perhaps nobody has answered.",
+         lambda d: [votes(d, *d.choice([[], [1], [3]]), none=6) + [None]]),
+        ("A tie: of equals the class seen first wins.", lambda d: [votes(d, 2, 2, few=2, none=2)])],
+    2: [("Subtract the mean, then divide by the std (plus eps). Rewards may be any numbers.",
+         lambda d: [d.choice([floats(d, d.randint(2, 16)), torch.eye(d.randint(2, 20))[0]])]),
+        ("All rewards are equal, or there is one: all advantages are 0. (A std may be a rounding error.)",
+         lambda d: [floats(d, 1).repeat(d.randint(1, 9))]),
+        ("Rewards that differ by a millionth: eps, which is an argument, is added to their std.",
+         lambda d: [floats(d, 5, 1e-6), dict(eps=d.choice([1e-6, 1e-5]))])],
+    3: [("Positive: share >= 3/8, lead > 1/8 (alone: its share). Negative: share < 1/8 and H_j >= H_bar.",
+         lambda d: sure(d, votes(d, *d.choice(VOTES)))),
+        ("None counts in N, and its entropy in H_bar, but it is no answer.",
+         lambda d: sure(d, votes(d, *d.choice([[], [5, 1, 1]]), few=2, none=9) + [None])),
+        ("The thresholds are arguments. The positive label is never a negative one.",
+         lambda d: sure(d, votes(d, *d.choice(VOTES)), tau_pos=d.randint(0, 8) / 16,
+                        tau_marg=d.randint(0, 4) / 16, tau_neg=d.randint(1, 8) / 16))],
+    4: [("One label after the other: advantages, both their parts, times the weight.",
+         lambda d: [votes(d, d.randint(2, 4), few=4), 2]),
+        ("None is no label, but counts in n; its reward is 0 under every label.",
+         lambda d: [votes(d, 3, few=3) + [None] * d.randint(1, 6)]),
+        ("The majority has fewer than kappa votes (perhaps nobody has answered): A+ is 0, A- is -delta.",
+         lambda d: [votes(d, few=2, none=4) + [None]]),
+        ("kappa, delta and sigma are arguments.", lambda d: [
+            votes(d, 2, few=5), d.randint(1, 5), d.choice([0.5, 2.0]), d.choice([0.3, 2.0])])],
+    5: [("The factor is 1 + (avg H - H_i) / avg H, clipped to 1 - alpha .. 1 + beta.", lambda d: [
+            floats(d, 5), floats(d, 5, least=0), d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
+        ("All entropies are 0: the advantages stay.", lambda d: [floats(d, 3), torch.zeros(3)])],
+    6: [("The value is exp(d) - d - 1 with d = log pi_ref - log pi, its gradient 1 - exp(d), at each token.",
+         lambda d: [floats(d, 4, 2) - 4, floats(d, 4, 2) - 4])]}
+MISTAKES = {  # "old => new", a change of the script's text: the hint of an answer that is wrong in this way
+    "rewards.std() => rewards.std(unbiased=False)": "This std is biased, divided by G: use G - 1.",
+    "or not entropy_gate => or True": "You forgot the entropy: a negative label needs H_j >= H_bar.",
+    ".softmax(0) => .exp()": "The weights do not sum to 1.",
+    "(average - entropies) => (entropies - average)": "The entropy has the wrong sign.",
+    "= ref_logp_T - logp_T => = logp_T - ref_logp_T": "The log ratio has the wrong sign.",
+    "= ref_logp_T - logp_T => = ref_logp_T - logp_T.detach()": "The gradient does not reach log pi."}
+
+
+def solution(number: int, change: str = " => "):
+    """The script's function, after a change of its text; k3 is two lines of the loop."""
+    script, name = EXERCISES[number].split(".")
     text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
-    if name == "k3":
-        lines = [line.strip() for line in text.splitlines() if line.strip().startswith(("d_T =", "kl_T ="))]
-        text = "\n    ".join(["def k3(logp_T, ref_logp_T):",
-                              "micro = SimpleNamespace(ref_logp_T=ref_logp_T)", *lines, "return kl_T"])
-    future, *rest = ast.parse("from __future__ import annotations\n" + text).body  # these name absent classes
-    rest += [node for node in ast.parse((ROOT / "engine/metrics.py").read_text(encoding="utf-8")).body
-             if getattr(node, "name", "") == "majority"]
-    functions = [node for node in rest if isinstance(node, ast.FunctionDef)]
-    names = dict(math=math, mean=mean, Counter=Counter, SimpleNamespace=SimpleNamespace)
-    if name != "pseudo_labels":  # which needs no tensors, and no second for this import
-        names["torch"] = importlib.import_module("torch")
-    exec(compile(ast.Module([future, *functions], []), script, "exec"), names)
-    names["common"] = SimpleNamespace(majority=names["majority"])
+    loop = re.findall(r"    ((?:d|kl)_T = .*)", text.replace("micro.", ""))
+    text += "\n    ".join(["def k3(logp_T, ref_logp_T):", *loop, "return kl_T"])
+    names = dict(__name__=script)
+    exec(text.replace(*change.split(" => ")), names)
     return names[name]
 
 
-def real_step(text: str = "6*9=54. 54+8=62. Answer: \\boxed{62}.") -> tuple:
-    """Log-probs [T] of a text under the toy after a gradient step towards it, and before."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "toy")
-    ids, found = AutoTokenizer.from_pretrained(ROOT / "toy")(text, return_tensors="pt").input_ids, []
-    for _ in range(2):
-        logp_T = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        (-logp_T.mean()).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found.append(logp_T.detach())
-    return found[1], found[0]
+def outcome(number: int, function, arguments: list):
+    """What an answer returns for copies of the arguments, k3 with its gradient; else what went wrong."""
+    given = copy.deepcopy(list(arguments))
+    named = given.pop() if isinstance(given[-1], dict) else {}
+    try:
+        if number < 6:
+            found = function(*given, **named)
+        else:  # the tokens weigh 1 to 4; + 0: a detached result has the gradient 0
+            result = function(given[0].requires_grad_(), given[1])
+            (result @ torch.arange(1.0, 5) + 0 * given[0].sum()).backward()
+            found = result.detach(), given[0].grad
+    except Exception as error:
+        return error
+    return found if same(given, tuple(arguments[:len(given)])) else "The input is changed: work on a copy."
 
 
-def with_gradient(k3, logp_T, ref_logp_T) -> tuple:
-    """k3's values [T], and their gradient at the policy's log-probs [T]."""
-    logp_T = logp_T.clone().requires_grad_()
-    kl_T = k3(logp_T, ref_logp_T)
-    (kl_T + 0 * logp_T).sum().backward()  # the second term: k3's own graph may be empty
-    return kl_T.detach(), logp_T.grad
-
-
-def plain(result):
-    """Tensors and lists as floats of 3 decimals: results are compared by their repr, NaN and all."""
-    if isinstance(result, tuple):
-        return tuple(map(plain, result))
-    result = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(result, list):
-        return result
-    return [round(float(value), 3) + 0.0 for value in result]  # + 0.0: no -0.0
+def same(ours, theirs) -> bool:
+    """Whether a result is the expected one: float tensors of one shape, sets, classes or None."""
+    if isinstance(theirs, tuple):
+        return isinstance(ours, tuple | list) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if not isinstance(theirs, torch.Tensor):
+        return not isinstance(ours, torch.Tensor) and ours == theirs
+    floats = isinstance(ours, torch.Tensor) and ours.is_floating_point() and ours.shape == theirs.shape
+    return floats and torch.allclose(ours.double(), theirs.double(), 1e-3, 1e-4)
 
 
 def check(number: int, function=None) -> bool:
@@ -78,26 +121,26 @@ def check(number: int, function=None) -> bool:
     script, name = EXERCISES[number].split(".")
     file = next(ROOT.glob(f"exercises/ex{number}_*.py")).stem
     function = function or getattr(importlib.import_module(f"exercises.{file}"), name)
-    wrap = partial(partial, with_gradient) if name == "k3" else lambda function: function
-    for place, (arguments, hint, *mistakes) in enumerate(CASES[number], 1):
-        if number in (2, 5, 6):
-            tensor = importlib.import_module("torch").tensor
-            arguments = tuple(map(tensor, arguments)) or real_step()
-        expected = plain(wrap(solution(script, name))(*arguments))
-        try:
-            result = plain(wrap(function)(*arguments))
-        except NotImplementedError:
-            print(f"Exercise {number} is open: write {name}. The task: exercises/{file}.py.")
-            return False
-        except Exception as error:
-            result = f"{type(error).__name__}: {error}"
-        if repr(result) != repr(expected):
-            hint = {repr(plain(wrong)): its_own for wrong, its_own in mistakes}.get(repr(result), hint)
-            print(f"Exercise {number}, case {place} of {len(CASES[number])}: {name}{arguments}\n"
-                  f"    yours: {result}\n    {script}.py: {expected}\n{hint}")
-            return False
-    print(f"Exercise {number} is right. Now compare your text with {script}.py's.")
-    return True
+    right = solution(number)
+    for hint, make in INPUTS[number]:
+        inputs = [make(random.Random(seed)) for seed in range(50)]
+        tried = [(given, outcome(number, function, given), outcome(number, right, given)) for given in inputs]
+        if wrong := [row for row in tried if not same(*row[1:])]:
+            break
+    else:
+        print(f"Exercise {number} is right. Now compare your text with {script}.py's.")
+        return True
+    arguments, found, expected = min(wrong, key=lambda row: len(str(row[0])))
+    if isinstance(found, NotImplementedError):
+        print(f"Exercise {number} is open: write {name}. The task: exercises/{file}.py.")
+        return False
+    for change, its_own in MISTAKES.items():
+        mistake = solution(number, change)
+        if all(same(ours, outcome(number, mistake, given)) for given, ours, _ in tried):
+            hint = its_own
+    print(f"Exercise {number} is wrong for {name}{tuple(arguments)}\n    yours: {found!r}\n"
+          f"    {script}.py: {expected}\n{hint}")
+    return False
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     d_t = log pi_ref(y_t) - log pi(y_t)        KL_t = exp(d_t) - d_t - 1
 
-It is never negative, and 0 where both models agree. It stands in the loss, so its gradient matters: it must
-reach log pi. The check compares values and gradients, also in a real step of the toy model.
+It is never negative, and 0 where both models agree. It stands in the loss, so its gradient must reach log pi.
 
 Worked example: pi = 0.5 and pi_ref = 0.25, so exp(d) = 0.5, d = -0.693 and KL = 0.5 + 0.693 - 1 = 0.193.
 """

@@ -4,6 +4,7 @@ import doctest
 import functools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import test_fork_template
@@ -265,12 +266,13 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 # States or seeds of their own
 @pytest.mark.parametrize("name", ["srt", "dynamic_sampling", "random_reward", "flip_rate"])
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch, watch):
-    short = dict(votes=8, train_samples=8, max_new_tokens=96)
-    if name == "flip_rate":  # five problems, seen in both steps
+    short = test_fork_template.SHORT | dict(votes=8, train_samples=8, max_new_tokens=96)
+    if name == "flip_rate":  # five problems, seen in all steps
         short |= dict(dataset=str(watch.problems), prompts_per_batch=5)
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))
-    monkeypatch.setattr(test_fork_template, "SHORT", short)
-    test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path)
+    run_toy(test_fork_template.fork, tmp_path / "run", **short)
+    run = SimpleNamespace(folder=tmp_path, options=short)
+    test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(run, tmp_path)
     if name == "flip_rate":
         assert read_lines(tmp_path / "again/metrics.jsonl")[1]["flip_rate"] > 0
 

@@ -1,105 +1,165 @@
-"""exercises.check: right with the scripts' own functions; typical wrong answers get the hint that helps.
+"""exercises.check: right answers pass, wrong ones are refused with the input on which they fail.
 
 And what the lab's environment, requirements-lab.txt, does without."""
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from conftest import ROOT
 
-import ettrl
-import restrain
-import scrl
-import ttrl
 from common import UserError
 from evol_rl import Embedder
-from exercises.check import CASES, EXERCISES, check, solution
+from exercises.check import EXERCISES, INPUTS, MISTAKES, check, solution
 
 
-def mean_of_answers(classes, entropies):
-    positive, _ = scrl.pseudo_labels(classes, entropies)
-    of_class, _ = scrl.answer_entropies(classes, entropies)
-    rare = [c for c in of_class if c != positive and classes.count(c) / len(classes) < 0.125]
-    return positive, {c for c in rare if of_class[c] >= sum(of_class.values()) / len(of_class)}
+def by_shares(classes, entropies, tau_pos=0.375, tau_marg=0.125, tau_neg=0.125):
+    shares = {c: k / len(classes) for c, k in Counter(classes).items() if c is not None}
+    first, second = (sorted(shares.values(), reverse=True) + [0, 0])[:2]
+    label = max(shares, key=shares.get) if first >= tau_pos and shares and first - second > tau_marg else None
+    classes, entropies_N = torch.tensor([-1 if c is None else c for c in classes]), torch.tensor(entropies)
+    return label, frozenset(c for c, p in shares.items() if c != label and p < tau_neg
+                            and entropies_N[classes == c].mean() >= entropies_N.mean())
 
 
-def weights_not_normalised(classes, kappa):
-    def weights(counts, n, sigma):
-        return restrain.gaussian_weight(torch.tensor(counts) / n, sigma)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restrain, "label_weights", weights)
-        return restrain.restrain_advantages(classes, kappa)
+def by_matrix(classes, kappa=3, delta=1.0, sigma=0.5):
+    names, ids_N = sorted(set(classes) - {None}), torch.tensor([-1 if c is None else c for c in classes])
+    won = (ids_N[:, None] == torch.tensor(names)).float()
+    if not names or won.sum(0).max() < kappa:
+        return [torch.zeros(len(classes)), -delta * torch.ones(len(classes))]
+    weights = torch.exp(-(won.mean(0) - 1) ** 2 / (2 * sigma ** 2))
+    pushes = (won - won.mean(0)) / (won.std(0) + 1e-6) * weights / weights.sum()
+    return [torch.relu(pushes).sum(1), -torch.relu(-pushes).sum(1)]
 
 
-def split_after_the_sum(classes, kappa):
-    net = sum(restrain.restrain_advantages(classes, kappa))
-    return net.clamp(min=0), net.clamp(max=0)
+RIGHT = [
+    (1, lambda c: torch.tensor([x is not None and x == max(c, key=lambda y: (y is not None) * c.count(y))
+                                for x in c], dtype=torch.float64)),
+    (2, lambda r, eps=1e-6: ((r - r.mean()) / (r.var().sqrt() + eps)).nan_to_num() * (r.max() > r.min())),
+    (3, by_shares), (4, by_matrix),
+    (5, lambda a, h, alpha=0.2, beta=0.2: a * (2 - h / h.mean()).clip(1 - alpha, 1 + beta) if any(h) else +a),
+    (6, lambda logp, ref: ref.exp() / logp.exp() + logp - ref - 1)]
+# Wrong answers, each a change of the script's own text: old => new
+CHANGES = {
+    1: """float(c is not None and c == winner) => float(c == winner)
+        c is not None and c == winner => c and c == winner
+        winner = common.majority(classes) => winner = classes[0]
+        winner = common.majority(classes) => winner = common.majority(classes[::-1])
+        winner = common.majority(classes) => winner = max(classes, key=classes.count)
+        winner = common.majority(classes) => winner = common.majority(sorted(classes, key=lambda c: c or 0))
+        c == winner) => classes.count(c) == classes.count(winner))
+        c == winner) => c == winner and 2 * classes.count(c) > len(classes))
+        c == winner) => c == winner and classes.count(c) > 1)
+        c == winner) => c == winner and len(set(classes)) > 1)
+        float(c is not None and c == winner) => 2.0 * (c is not None and c == winner) - 1
+        float(c is not None and c == winner) => 0.0 if c is None else classes.count(c) / len(classes)
+        for c in classes]) => for c in classes if c is not None])
+        for c in classes]) => for c in classes]).bool()
+        for c in classes]) => for c in classes]).int()
+        for c in classes]) => for c in classes]).tolist()
+        for c in classes]) => for c in classes])[:, None]""",
+    2: """len(rewards) < 2 or => len(rewards) < 3 or
+        len(rewards) < 2 or => len(rewards) > 1 and
+        (rewards == rewards[0]).all() => rewards.std() < 1e-3
+        (rewards == rewards[0]).all() => rewards.std() == 0
+        (rewards == rewards[0]).all() => rewards.max() <= 0
+        return torch.zeros_like(rewards) => return rewards
+        (rewards.std() + eps) => rewards.std()
+        + eps) => + 1e-6)
+        (rewards.std() + eps) => (rewards.var() + eps).sqrt()
+        (rewards.std() + eps) => rewards.std().clamp(min=eps)
+        rewards.std() => rewards.var()
+        rewards.std() => (rewards - rewards.mean()).abs().mean()
+        (rewards - rewards.mean()) => rewards
+        rewards.mean() => rewards.median()
+        (rewards - rewards.mean()) => len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean())
+        (rewards - rewards.mean()) => rewards.sub_(rewards.mean())""",
+    3: """if c is not None} => }
+        default=0) => default=99)
+        if c != top) => if count < counts[top])
+        >= tau_pos => >= 0.375
+        > tau_marg => > 0.125
+        / n < tau_neg => / n < 0.125
+        mean(values) for => sorted(values)[len(values) // 2] for
+        return positive, { => return positive, {None for c in [0] if None in classes} | {
+        if c != positive and => if
+        if c != positive and => if c != top and
+        > tau_marg => >= tau_marg
+        n, top = len(classes) => n, top = sum(c is not None for c in classes)
+        mean(values) for => max(values) for
+        of_class[c] >= average => of_class[c] > average
+        of_class[c] >= average => of_class[c] <= average
+        mean(map(float, entropies)) => mean(mean(values) for c, values in members.items())
+        mean(map(float, entropies)) => mean([h for c, h in zip(classes, entropies) if c is not None] or [0])
+        top if strong => top if strong and top
+        if negatives else set() => if positive is not None else set()
+        return positive, => return classes.index(positive) if strong else None,
+        or not entropy_gate} => and not entropies.sort()}""",
+    4: """classes, sigma) => classes, 0.5)
+        < kappa => <= kappa
+        < kappa => < 3
+        -float(delta) => -1.0
+        -float(delta) => 0.0
+        torch.zeros(n), torch.full => torch.full((n,), -float(delta)), torch.full
+        -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2 => f.double().log()
+        (f.double() - 1) => f.double()
+        weights @ advantages.clamp(max=0) => -weights @ advantages.clamp(max=0)
+        weights @ advantages.clamp(max=0) => weights @ advantages
+        len(classes), sigma) => sum(counts.values()), sigma)
+        for c in classes if c is not None} => for c in classes if classes.count(c) >= 2 and c is not None}
+        float(c == label) => float(c == label) - float(c is None)""",
+    5: """(average - entropies) / average => (average - entropies)
+        (average - entropies) / average => (average - entropies) / entropies
+        .clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)
+        .clamp(1 - alpha, 1 + beta) => .clamp(0.8, 1.2)
+        .clamp(1 - alpha, 1 + beta) => .clamp(min=1 - alpha)
+        .clamp(1 - alpha, 1 + beta) => .abs()
+        entropies.mean() => entropies.median()
+        entropies.mean() => entropies[advantages > 0].mean()
+        entropies.mean() => entropies[entropies > 0].mean()
+        average == 0 => average < 0
+        return advantages => return torch.zeros_like(advantages)
+        1 + beta) * advantages => 1 + beta) + advantages
+        1 + beta) * advantages => 1 + beta).where(advantages > 0, 1) * advantages
+        return (1 + (average => return advantages.mul_(1 + (average""",
+    6: """- d_T - 1 => - 1
+        - d_T - 1 => - d_T
+        d_T.exp() - d_T - 1 => -d_T
+        d_T.exp() - d_T - 1 => d_T ** 2 / 2
+        d_T.exp() - d_T - 1 => d_T.exp() - d_T.detach() - 1
+        d_T.exp() - d_T - 1 => d_T.exp().detach() - d_T - 1
+        d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).mean()
+        d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).clamp(max=10)
+        d_T.exp() - d_T - 1 => 2 ** d_T - d_T - 1
+        d_T.exp() - d_T - 1 => d_T.exp() * d_T - d_T.exp() + 1
+        d_T = ref_logp_T - logp_T => d_T = (ref_logp_T - logp_T).clamp(-2, 2)
+        d_T = ref_logp_T - logp_T => d_T = ref_logp_T.exp() - logp_T.exp()
+        d_T = ref_logp_T - logp_T => d_T = ref_logp_T.sub_(logp_T)"""}
+WRONG = [(3, lambda *given, **tau: (lambda label, rare: (label, list(rare)))(*solution(3)(*given, **tau)))]
+for number, changes in CHANGES.items():
+    WRONG += [(number, change.strip()) for change in changes.splitlines()]
 
 
-def no_penalty(classes, kappa):
-    plus, minus = restrain.restrain_advantages(classes, kappa)
-    return plus, minus * (restrain.majority_count(classes) >= kappa)
+@pytest.mark.parametrize("number, answer", WRONG)
+def test_a_wrong_answer_is_refused_with_its_input(number, answer, capsys):
+    assert not check(number, solution(number, answer) if isinstance(answer, str) else answer)
+    said = capsys.readouterr().out
+    assert f"is wrong for {EXERCISES[number].split('.')[1]}(" in said
+    assert said.splitlines()[-1] in [*MISTAKES.values(), *[hint for hint, _ in INPUTS[number]]]
 
 
-def factors(entropies):
-    return 1 + (entropies.mean() - entropies) / entropies.mean()
+@pytest.mark.parametrize("number, answer", [*RIGHT, *[(number, solution(number)) for number in EXERCISES]])
+def test_a_right_answer_is_accepted_and_the_stub_open(number, answer, capsys):
+    assert check(number, answer), capsys.readouterr().out
+    assert not check(number) and "is open" in capsys.readouterr().out
 
 
-def k3_of(d):
-    return d.exp() - d - 1
-
-
-RIGHT = {1: ttrl.majority_reward, 2: ttrl.group_advantages, 3: scrl.pseudo_labels,
-         4: restrain.restrain_advantages, 5: ettrl.reshape_advantages}
-WRONG = [  # exercise, function, words of the mistake's own hint
-    (2, lambda r: (r - r.mean()) / (r.std(unbiased=False) + 1e-6), "biased"),
-    (2, lambda r: r - r.mean(), "division"),
-    (3, lambda c, h: scrl.pseudo_labels(c, h, tau_pos=0.376), "tau_pos itself"),
-    (3, lambda c, h: scrl.pseudo_labels(c, h, tau_neg=0.126), "tau_neg itself"),
-    (3, lambda c, h: scrl.pseudo_labels(c, h, entropy_gate=False), "forgot the entropy"),
-    (3, lambda c, h: scrl.pseudo_labels(c, [-x for x in h]), "wrong way"),
-    (3, mean_of_answers, "mean over the N responses"),
-    (4, no_penalty, "does not skip"),
-    (4, lambda c, kappa: restrain.restrain_advantages(c, kappa + 1), "exactly kappa"),
-    (4, lambda c, kappa: restrain.restrain_advantages([9 if x is None else x for x in c], kappa), "no label"),
-    (4, weights_not_normalised, "sum to 1"),
-    (4, split_after_the_sum, "before you add"),
-    (5, lambda a, h: a * (2 - factors(h)), "wrong sign"),
-    (5, lambda a, h: a * factors(h), "clip is missing"),
-    (5, lambda a, h: torch.where(a > 0, ettrl.reshape_advantages(a, h), a), "both signs"),
-    (6, lambda logp, ref: k3_of(logp - ref), "wrong sign"),
-    (6, lambda logp, ref: logp - ref, "k1"),
-    (6, lambda logp, ref: k3_of(ref - logp) + 1, "- 1 is missing"),
-    (6, lambda logp, ref: k3_of(ref - logp.detach()), "detached")]
-
-
-@pytest.mark.parametrize("number", EXERCISES)
-def test_the_script_itself_does_not_pass(number, capsys):
-    assert check(number, RIGHT.get(number) or solution("ttrl", "k3"))
-    assert not check(number) and "is open" in capsys.readouterr().out  # the stub
-
-
-@pytest.mark.parametrize("number", EXERCISES)
-def test_a_mistake_that_nobody_foresaw_gets_the_hint_of_its_case(number, capsys):
-    right = RIGHT.get(number) or solution("ttrl", "k3")
-    for place, (_, hint, *_) in enumerate(CASES[number]):
-        answers = iter([right] * place)
-        assert not check(number, lambda *arguments: next(answers, lambda *rest: None)(*arguments))
-        assert hint in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.parametrize("number, function, words", WRONG)
-def test_a_typical_mistake_gets_its_hint(number, function, words, capsys):
-    assert not check(number, function)
-    assert words in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_k3_is_the_loops():
-    """Hand-worked: d = log 0.25 - log 0.5, so 0.5 + log 2 - 1."""
-    found = solution("ttrl", "k3")(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
-    torch.testing.assert_close(found, torch.tensor([0.5 + 0.693147 - 1]))
+@pytest.mark.parametrize("change, number", zip(MISTAKES, [2, 3, 4, 5, 6, 6]))
+def test_a_typical_mistake_gets_its_hint(change, number, capsys):
+    assert not check(number, solution(number, change))
+    assert capsys.readouterr().out.splitlines()[-1] == MISTAKES[change]
 
 
 def test_the_lab_needs_nothing_that_requirements_lab_leaves_out():

@@ -1,50 +1,90 @@
-"""Copy this file for a fork: name your script, write your formula's numbers by hand. Also docs/fork.md."""
+"""Copy this file for a fork: name your script, and write its formulas in other words. Also docs/fork.md."""
 
+import importlib
 import shutil
+from statistics import mean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import fresh_state, load_script, read_lines, run_toy, untimed
+from conftest import ROOT, fresh_state, load_script, read_lines, run_toy, untimed
+
+import common
+from engine.log import Log
 
 fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
-SHORT = dict(votes=4, train_samples=4, max_new_tokens=32)
-# If your script leaves prompts out, take dict(votes=8, train_samples=8, max_new_tokens=96).
+# Four problems, so each comes up in every step. Give your own flags, too, with values that are no defaults.
+# If your script leaves prompts out, take 8 votes, 8 train_samples and 96 max_new_tokens.
+SHORT = dict(votes=4, train_samples=4, steps=3, checkpoint_every=1, max_new_tokens=32)
 
 
-def test_the_formula_by_hand():
-    # of four responses two say the same, one says something else, one has no answer
-    assert fork.shares([0, 1, 0, None]).tolist() == [0.5, 0.25, 0.5, 0]
-    assert fork.answer_entropy([0, 0]) == fork.answer_entropy([None]) == 0
+def expected(vote, others, earlier):
+    """(rewards, advantages) of vote.responses, which have the classes vote.classes.
+
+    others: trained responses that are in no vote (verifications, say). earlier: earlier steps' votes."""
+    rewards = [0 if c is None else vote.classes.count(c) / len(vote.classes) for c in vote.classes]
+    return rewards, [(reward - mean(rewards)) / (stdev(rewards) + 1e-6) for reward in rewards]
 
 
-def test_the_loop_uses_the_formula_and_learns(tmp_path):
-    """Give your own flags here, too, with values that are not their defaults."""
-    line = run_toy(fork, tmp_path / "run", steps=1, **SHORT)[0]
-    assert line.get("grad_norm", 0) > 1e-6, "nothing was trained: raise SHORT, or are all rewards equal?"
-    for prompt in read_lines(tmp_path / "run/samples.jsonl"):
-        classes = [response["answer_class"] for response in prompt["responses"]]
-        rewards = [response["reward"] for response in prompt["responses"]]
-        assert rewards == pytest.approx(fork.shares(classes).tolist(), abs=1e-5)
+def expected_others(others, votes):
+    return []  # their advantages
 
 
-def test_the_plain_path_gives_the_same_step(tmp_path):
-    ours = run_toy(fork, tmp_path / "fast", steps=1, **SHORT)[0]
-    plain = run_toy(fork, tmp_path / "plain", steps=1, plain=True, **SHORT)[0]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three steps on the toy: their votes, what they trained, and how much likelier the update made it."""
+    folder, steps, keep, log_step = tmp_path_factory.mktemp("fork"), [], common.save_when_due, Log.step
+    (folder / "four.jsonl").write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
+
+    def watch(log, step, trained, **own):
+        votes = [SimpleNamespace(**group) for group in log.groups]
+        steps.append(SimpleNamespace(votes=votes, trained=list(trained), gain=0.0))
+        log_step(log, step, trained, **own)
+
+    def measure(run, step, optimizer):
+        trained = steps[-1].trained
+        for response, (logp_T, _) in zip(trained, run.policy.score(trained, run.args.temperature)):
+            steps[-1].gain += response.advantage * response.mean(logp_T - response.old_logp)
+        keep(run, step, optimizer)
+
+    options = dict(SHORT, dataset=str(folder / "four.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Log, "step", watch)
+        patch.setattr(common, "save_when_due", measure)
+        run_toy(fork, folder / "run", **options)
+    return SimpleNamespace(folder=folder, options=options, steps=steps)
+
+
+def test_all_that_is_trained_has_the_formulas_advantage(run):
+    earlier = []
+    for step in run.steps:
+        voted = {response for vote in step.votes for response in vote.responses}
+        others = [response for response in step.trained if response not in voted]
+        for vote in step.votes:
+            rewards, advantages = expected(vote, others, earlier)
+            assert vote.rewards == pytest.approx(rewards, abs=1e-5)
+            for response, theirs in zip(vote.responses, advantages, strict=True):
+                ours = response.advantage if response in step.trained else theirs
+                assert ours == pytest.approx(theirs, abs=1e-3)
+        assert [r.advantage for r in others] == pytest.approx(expected_others(others, step.votes), abs=1e-3)
+        assert step.gain > 0, "0: nothing is trained, raise SHORT; below: is the sign of the loss wrong?"
+        earlier += step.votes
+
+
+def test_the_plain_path_gives_the_same_step(run, tmp_path):
+    ours = read_lines(run.folder / "run/metrics.jsonl")[0]
+    plain = run_toy(fork, tmp_path / "plain", plain=True, **run.options)[0]
     for name in ("loss", "grad_norm", "reward"):
         assert ours[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-4), name
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
-    options = dict(steps=2, checkpoint_every=1, **SHORT)
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    run_toy(fork, whole, **options)
+def test_a_resumed_run_repeats_the_uninterrupted_one(run, tmp_path):
+    whole, again = run.folder / "run", tmp_path / "again"
     shutil.copytree(whole, again)
-    for late in ("checkpoints/step_00000002", "final"):
-        shutil.rmtree(again / late)
-    run_toy(fork, again, **options, resume=True)
-    before = read_lines(whole / "metrics.jsonl")[0]
-    assert before.get("grad_norm", 0) > 1e-6, "nothing was trained before the resume: raise SHORT"
-    first, second = (untimed(read_lines(folder / "metrics.jsonl")) for folder in (whole, again))
-    assert first == second
-    expected = fresh_state(whole / "final")
-    assert all(torch.equal(value, expected[name]) for name, value in fresh_state(again / "final").items())
+    shutil.rmtree(again / "checkpoints/step_00000003")
+    shutil.rmtree(again / "final")
+    importlib.reload(fork)  # as in a new process: what the script keeps elsewhere than in run.state is lost
+    run_toy(fork, again, **run.options, resume=True)
+    assert untimed(read_lines(again / "metrics.jsonl")) == untimed(read_lines(whole / "metrics.jsonl"))
+    weights = fresh_state(again / "final")
+    assert all(torch.equal(value, weights[name]) for name, value in fresh_state(whole / "final").items())

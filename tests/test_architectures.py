@@ -50,7 +50,8 @@ def make_model(kind, folder):
 
 def from_eager(folder):
     """The largest difference of the trainer's log-probs from the model's own, eager and without padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", use_cache=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model.config.use_cache = False
     responses = random_rollouts(4, vocabulary=600)
     make_policy(folder).score_old(responses, 1.0)
     own = [log_softmax_rows(model, r, 1.0)[range(r.length), r.response_ids] for r in responses]

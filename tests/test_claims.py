@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from test_tools import make_run
+from conftest import write_run
 
 from engine.base import UserError
 from claims import claims
@@ -86,7 +86,7 @@ def test_what_a_metric_reads(tmp_path):
     curve = [.5] * 10 + [.9] * 10 + [.3] * 10
     lines += [{"step": i + 1, "batch_pass@1": x} for i, x in enumerate(curve)]
     lines[-1]["eval/toy/pass@1"] = .25
-    run = make_run(tmp_path / "run", [json.dumps(line) for line in lines])
+    run = write_run(tmp_path / "run", {}, metrics=lines)
     (run / "evaluations.jsonl").write_text(
         '{"step": 0, "benchmark": "toy", "right": [0.5, 0.25], "majority": [true, false]}\n'
         '{"step": 0, "benchmark": "toy_test", "right": [0.0, 0.0], "majority": [true, false]}\n'
@@ -100,13 +100,12 @@ def test_what_a_metric_reads(tmp_path):
 
 
 def test_who_was_corrupted_less_who_learned(tmp_path):
-    run = make_run(tmp_path / "run", ['{"step": 1}'])
     majorities = dict(a=[True, False], b=[True, False], c=[False, True], d=[True, True])  # problem: right?
     votes = []
     for i in range(2):
         for name, right in majorities.items():
-            votes.append(json.dumps(dict(problem=name, right=right[i], flipped=None)))
-    (run / "votes.jsonl").write_text("\n".join(votes))
+            votes.append(dict(problem=name, right=right[i], flipped=None))
+    run = write_run(tmp_path / "run", {}, votes=votes)
     assert claims.value(run, "corrupted less learned") == 1 / 4
 
 
@@ -119,7 +118,7 @@ def test_steps_from_the_flips_fall_to_that_of_the_labels(tmp_path, labels, steps
         lines.append(dict(step=step, label_accuracy=label))
         if step > 8:  # nothing was seen before in the first epoch
             lines[-1]["flip_rate"] = .5 if step < 17 else .1  # steps 14 to 21: five of eight at .1, .25
-    run = make_run(tmp_path / "run", [json.dumps(line) for line in lines])
+    run = write_run(tmp_path / "run", {}, metrics=lines)
     assert claims.value(run, "flips before labels") == steps
 
 

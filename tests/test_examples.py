@@ -266,7 +266,7 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 # States or seeds of their own
 @pytest.mark.parametrize("name", ["srt", "dynamic_sampling", "random_reward", "flip_rate"])
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch, watch):
-    short = test_fork_template.SHORT | dict(votes=8, train_samples=8, max_new_tokens=96)
+    short = test_fork_template.SHORT | dict(prompts_per_batch=4)
     if name == "flip_rate":  # five problems, seen in all steps
         short |= dict(dataset=str(watch.problems), prompts_per_batch=5)
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))

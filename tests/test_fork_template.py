@@ -13,9 +13,8 @@ import common
 from engine.log import Log
 
 fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
-# Four problems, so each comes up in every step. Give your own flags, too, with values that are no defaults.
-# If your script leaves prompts out, take 8 votes, 8 train_samples and 96 max_new_tokens.
-SHORT = dict(votes=4, train_samples=4, steps=3, checkpoint_every=1, max_new_tokens=32)
+# Eight problems, so each comes up in every step. Give your own flags, too, with values that are no defaults.
+SHORT = dict(votes=8, train_samples=8, prompts_per_batch=8, steps=3, checkpoint_every=1, max_new_tokens=96)
 
 
 def expected(vote, others, earlier):
@@ -34,7 +33,7 @@ def expected_others(others, votes):
 def run(tmp_path_factory):
     """Three steps on the toy: their votes, what they trained, and how much likelier the update made it."""
     folder, steps, keep, log_step = tmp_path_factory.mktemp("fork"), [], common.save_when_due, Log.step
-    (folder / "four.jsonl").write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:4]))
+    (folder / "few.jsonl").write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:8]))
 
     def watch(log, step, trained, **own):
         votes = [SimpleNamespace(**group) for group in log.groups]
@@ -47,7 +46,7 @@ def run(tmp_path_factory):
             steps[-1].gain += response.advantage * response.mean(logp_T - response.old_logp)
         keep(run, step, optimizer)
 
-    options = dict(SHORT, dataset=str(folder / "four.jsonl"))
+    options = dict(SHORT, dataset=str(folder / "few.jsonl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Log, "step", watch)
         patch.setattr(common, "save_when_due", measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import datetime
 from functools import partial
@@ -39,6 +40,7 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     if "strftime_now" in template:
         variables = dict(strftime_now=DATE.strftime) | variables
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+    tokenizer.control = control_tokens(tokenizer, path) if chat else None
 
     known = tokenizer.known_to_model = config.get_text_config().vocab_size  # Gemma 3 1B: one less than it has
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
@@ -56,10 +58,33 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
 def read_variables(text: str) -> dict:
     """--template_vars as a dict. Raises UserError."""
     try:
+        if quoted := re.search(r"""["'] *(true|false) *["'] *[],}]""", text, re.IGNORECASE):
+            raise UserError(f"--template_vars is '{text}', but a template takes any text, {quoted[1]} too, as true; "
+                            f"give {quoted[1].lower()} without quotation marks.")
         return dict(json.loads(text or "{}").items())
     except (ValueError, AttributeError):
         raise UserError(f"--template_vars is '{text}', but must be a JSON object such as "
                         '\'{"enable_thinking": false}\'.') from None
+
+
+def control_tokens(tokenizer, path: str) -> re.Pattern | None:
+    """What a prompt of the data may not hold: special tokens, and those that the template puts around a turn.
+
+    Warns if the template does not begin the assistant's turn: the model would have to."""
+    chat = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
+    try:
+        asked, begun = [tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=begin)
+                        for begin in (False, True)]
+        before, said, _ = tokenizer.apply_chat_template(chat, tokenize=False).partition("forty-two")
+    except Exception:  # it takes no such turns
+        asked = begun = before = said = ""
+    if said and asked.strip() == begun.strip() != before.strip():
+        print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so a prompt ends without the "
+               f"beginning of the assistant's turn, {before.removeprefix(asked)!r}; fix it, or give --prompt plain.")
+    around = os.path.commonprefix([begun, before])
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()
+             if token.content.strip() and (token.special or token.content in around)]
+    return re.compile("|".join(map(re.escape, added))) if added else None
 
 
 def end_of_turn(tokenizer) -> list[int]:

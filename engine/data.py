@@ -20,8 +20,7 @@ from engine.base import UserError, first_line, stable_hash
 from engine.ranks import print0
 
 # size: the problems that it is known to have; some sets are counted with their duplicates
-Benchmark = namedtuple("Benchmark", "hub_id split size question answer configs",
-                       defaults=(None, 0, "", "", (None,)))
+Benchmark = namedtuple("Benchmark", "hub_id split size question answer configs", defaults=(0, "", "", [None]))
 GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 MATH = tuple("algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
              "precalculus".split())
@@ -54,16 +53,19 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
-ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # hold no rows
+PACKED = (".gz", ".zip", ".xlsx")
+ABOUT = re.compile(r"(^|/)(\..*|(dataset_infos?|dataset_dict|state)\.json$)")  # files without rows
 SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
               validation="validation", valid="validation", val="validation", dev="validation")
-HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^:@]*))?(?:@(.+))?")  # name:config:split@revision
+HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")  # name:config:split@revision
 QUESTION_FIELDS = "question problem Question Problem prompt query instruction messages input".split()
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
-                 "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution", "golden_answers")
-GOLD_KEYS = ("ground_truth target answer final_answer gold gold_answer expected_answer solution golden_answers "
-             "answers aliases value text content label").split()  # of a dict that holds the answer
-# Other columns that are part of a prompt: text before or behind the question, a system turn, or refused.
+                 "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution",
+                 "golden_answers", "answers")
+# The keys of a dict that holds the answer, the likeliest first
+GOLD_KEYS = ("ground_truth", "target", *map(str.lower, ANSWER_FIELDS), "aliases", "value",
+             "text", "content", "label")
+# Other columns that are part of a prompt: text before or behind the question, a system turn. Or refused.
 PART = re.compile(
     r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
     r"(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
@@ -71,30 +73,29 @@ PART = re.compile(
 TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
 CODED = re.compile(r"""[{\[(]\s*(?:[{\[(]|b?["']|null|None).*|\[[-\s\d.]+\]|b?(["']).*\1""", re.DOTALL)
 LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)  # A. x, (b) x
+# A problem as the data has it: the first fields of common.Problem, which says what they are.
+Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
+
 
 # ------------------------------------------------ problems ------------------------------------------------
-Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")  # as common.Problem
-
-
 def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, tokenizer, style: str,
               max_tokens: int) -> list[Row]:
     """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
-    train, rows = flag == "--dataset", []
+    train, limit = flag == "--dataset", f"more than --max_prompt_tokens {max_tokens}"
     try:
-        for row in load_problems(name, *fields, train, tokenizer.control):
-            ids = encode_prompt(tokenizer, row.question, style, max_tokens, row.before)
-            rows.append(row._replace(prompt_ids=ids))
+        rows = load_problems(name, *fields, train, tokenizer.control)
+        rows = [row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens, row.before))
+                for row in rows]
     except UserError as error:
         raise UserError(f"{flag}: {error}") from None
     kept = [row for row in rows if row.prompt_ids]
     if not kept:
-        raise UserError(f"{flag}: all {len(rows)} problems of {name} have more than --max_prompt_tokens "
-                        f"{max_tokens}; raise it.")
+        raise UserError(f"{flag}: all {len(rows)} problems of {name} have {limit}; raise it.")
     if len(kept) < len(rows):
-        print0(f"{name}: {len(rows) - len(kept)} problems have more than --max_prompt_tokens {max_tokens} "
-               f"and {'are left out' if train else 'count as wrong'}")
+        print0(f"{name}: {len(rows) - len(kept)} problems have {limit} and "
+               f"{'are left out' if train else 'count as wrong'}")
     return kept if train else rows
 
 
@@ -109,18 +110,19 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     rows = [(where, row) for where, row in rows if name != "mmlu_stem" or row.get("subject") in STEM]
     columns = dict.fromkeys(column for _, row in rows for column in row)
     filled = [c for c in columns if any(_is_filled(row.get(c)) for _, row in rows)]
-    benchmark = BENCHMARKS.get(name, Benchmark(name))
+    benchmark = BENCHMARKS.get(name, Benchmark(name, None))
     alone, named = question_field or benchmark.question, answer_field or benchmark.answer
     question = alone or next((c for c in QUESTION_FIELDS if c in filled), "")
     answer = named or next((c for c in ANSWER_FIELDS if c in filled), "")  # if found, rows may lack it
-    if not rows:
-        raise UserError(f"{source} holds no problems.")
     if not question:
-        raise UserError(f"{source} has no question column that holds text (columns: {', '.join(columns)}); "
-                        "name it with --question_field.")
-    parts = [] if alone else sorted((_place(c), c) for c in filled if _place(c) and c != question)
+        wrong = f"has no question column that holds text (columns: {', '.join(columns)}); name it with"
+        raise UserError(f"{source} {f'{wrong} --question_field' if rows else 'holds no problems'}.")
+    parts = [(match.lastgroup, c) for c in filled if c != question and (match := PART.fullmatch(c))]
+    parts = [] if alone else sorted(parts)
     needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
-    problems, differ, lost, other = {}, set(), [], []
+    problems, differ = {}, set()
+    faults = {"answers cannot be given in a box": [], "duplicates have another gold answer": []}
+    lost, other = faults.values()
     for where, row in rows:
         if missing := needed - row.keys():
             raise UserError(f"{where} has no column '{min(missing)}' (columns: {', '.join(row)}).")
@@ -131,8 +133,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
             raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or end "
                             "a turn; take it out, or give --prompt plain if the data marks its turns itself.")
         if None in golds:
+            golds.remove(None)
             lost.append(f"{where}: {str(row[answer])[:80]!r}")
-        golds = [gold for gold in golds if gold is not None]
         gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
         problem = Row(text.strip(), gold, len(problems), choices, before, [], also, row)
         kept = problems.setdefault((problem.question, *before), problem)
@@ -141,16 +143,16 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
             other += [where] if gold != kept.answer and not equal(gold or "", kept.answer or "") else []
     golds = [repr(problem.answer) for problem in problems.values() if problem.answer is not None]
     asked = [question, *(column for _, column in parts)]
-    used = {answer, *asked, *(["choices", "options", *GPQA] if problem.choices else [])}
+    used = {answer, *asked, *(("choices", "options", *GPQA) if choices else ())}
+    unused = [column for column in filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems.values())
-    turns = f", {chats} with earlier turns, which replace those of --prompt" if chats else ""
-    print0(f"{name}: {len(problems)} problems from {source}, question column '{' + '.join(asked)}'{turns}, "
-           + (f"answer column '{answer}'" if answer else "no answer column")
-           + f" ({len(golds)} gold answers{': ' if golds else ''}{', '.join(golds[:2])}), "
-           f"{len(rows) - len(problems)} duplicates removed"
-           + (f", of which some differ in {_some(differ - used)}" if differ - used else "")
-           + (f", not used: {_some(c for c in filled if c not in used)}" if {*filled} - used else ""))
-    for found, words in (lost, "answers cannot be given in a box"), (other, "duplicates have another gold answer"):
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{' + '.join(asked)}'"
+           f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
+           f"{f'answer column {answer!r}' if answer else 'no answer column'} ({len(golds)} gold answers"
+           f"{': ' if golds else ''}{', '.join(golds[:2])}), {len(rows) - len(problems)} duplicates removed"
+           f"{', which differ in ' if differ & {*unused} else ''}{_some(sorted(differ & {*unused}))}"
+           f"{'; not used: ' if unused else ''}{_some(unused)}")
+    for words, found in faults.items():
         if found:
             print0(f"Warning: {name}: {len(found)} {words}, the first in {found[0]}")
     return list(problems.values())
@@ -160,16 +162,8 @@ def _is_filled(value) -> bool:
     return value not in (None, "", [], {}) and value == value and str(value)[:9].strip() != ""
 
 
-def _some(names) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-@lru_cache
-def _place(column: str) -> str:
-    """Where a column belongs in a prompt; "": nowhere."""
-    match = PART.fullmatch(column)
-    return match.lastgroup if match else ""
+def _some(names: list) -> str:
+    return ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
@@ -179,65 +173,64 @@ def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
         for turn in value if isinstance(value, list) else [dict(role="user", content=value)]:
             parts = turn["content"] if isinstance(turn["content"], list) else [dict(text=turn["content"])]
             turns.append((turn["role"], "".join([part["text"] for part in parts])))
-            for part in (turn, *parts):
-                if part.get("type", "text") not in ("text", None) or any(
-                        _place(key) == "refused" and _is_filled(part[key]) for key in part):
-                    raise KeyError  # an image, or the call of a tool
+            held = [key for part in (turn, *parts) for key in part if _is_filled(part[key])]
+            if any(part.get("type", "text") not in ("text", None) for part in parts) or any(
+                    (match := PART.fullmatch(key)) and match["refused"] for key in held):
+                raise KeyError  # an image, or the call of a tool
         role, text = turns.pop()
     except (TypeError, KeyError, IndexError, AttributeError):
         role, text = "", ""
     if role != "user" or not text.strip() or re.match(r"""\s*\[\s*\{\s*['"](role|content|from)""", text):
         raise UserError(f"{where} holds no text, nor a list of turns, each with a role and a content of text "
-                        "alone (no image, no tool), the last of them the user's; --question_field names "
-                        "another column.")
+                        "alone (no image, no tool), the last of them the user's; see --question_field.")
     return text, turns
 
 
-def _with_parts(text: str, before: list, row: dict, parts: list[tuple[str, str]], where: str) -> tuple[str, list]:
+def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> tuple[str, list]:
     """(question, turns before it) with the text of the row's other columns that belong to a prompt."""
     chat = before[:1]
     for place, column in parts:  # a system turn comes last
         more = row.get(column)
         if not _is_filled(more) or isinstance(more, bool | int | float):
             continue
-        fits = place != "refused" and (not chat or place == "system" and chat[0][0] != "system")
+        fits = place == "system" and chat[0][0] == "user" if chat else place != "refused"
         if not isinstance(more, str) or not fits:
-            raise UserError(f"{where}: column '{column}' seems to be part of the prompt, but cannot be put into "
-                            "it; --question_field with the question's column leaves it out.")
+            raise UserError(f"{where}: column '{column}' seems to be part of the prompt, but cannot be put "
+                            "into it; --question_field, which takes one column alone, leaves it out.")
         if place == "system":
             before = [("system", more.strip()), *before]
         elif more.strip() not in text:  # some questions hold it already
-            text = f"{more.strip()}\n\n{text}" if place == "before" else f"{text}\n\n{more.strip()}"
+            text = "\n\n".join([more.strip(), text][:: 1 if place == "before" else -1])
     return text, before
 
 
 def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, list[str | None], int]:
     """(question, gold answers, number of choices); with lettered choices and the right letters if it has any.
 
-    They are GPQA's four columns, or `choices` or `options`: a list, or labels and texts (ARC). The right one is
-    named by its label, letter, text or index from 0. They are shuffled (GPQA's first is right) with a seed of
-    the question's own, alike in every run, unless the question lists them already."""
+    They are GPQA's columns, or `choices` or `options`: a list, or labels and texts (ARC). The right one is
+    named by label, letter, text or index from 0. They are shuffled (GPQA's first is right) with a seed of the
+    question's own, alike in every run, unless the question lists them already."""
     options, gold = row.get("choices") or row.get("options"), row.get(answer)
     if GPQA[1] in row:
         options, gold = [row[column] for column in GPQA], 0
     if not options:
         return text, _golds(gold), 0
-    labels = options.get("label", list(options)) if isinstance(options, dict) else LETTERS
-    options = options.get("text", list(options.values())) if isinstance(options, dict) else options
+    labels = LETTERS
+    if isinstance(options, dict):
+        labels, options = options.get("label", [*options]), options.get("text", [*options.values()])
     listed = isinstance(options, list) and not any(isinstance(option, dict | list) for option in options)
     texts = {i: str(text).strip() for i, text in enumerate(options) if listed and _is_filled(text)}
     right, *_ = [gold] if isinstance(gold, int) else [*_open(gold), None]
-    if str(right) in (labels := [str(label) for label in labels]):
-        right = labels.index(str(right))
-    elif isinstance(right, str) and not right.isdecimal():
-        right = next((i for i in texts if texts[i] == right), None)
+    if isinstance(right, str) and not right.isdecimal():
+        right = next((i for i in texts if texts[i] == right), right)
+    right = {str(label): i for i, label in enumerate(labels)}.get(str(right), right)
     if not texts or max(texts) >= len(LETTERS) or answer and right not in texts:
         raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
                         f"'{answer}' must name the right one.")
     marks = {i: LETTERED.match(option) for i, option in texts.items()}
     if all(mark and mark[1].upper() == LETTERS[i] for i, mark in marks.items()):  # letters of their own
         texts = {i: option[marks[i].end():] for i, option in texts.items()}
-    order = random.Random(stable_hash("choices", text)).sample(list(texts), len(texts))
+    order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
     letters = dict(zip(order, LETTERS))
     if all(re.search(rf"(?<!\w){LETTERS[i]}\s*[.):\]]\s*{re.escape(texts[i])}", text) for i in texts):
         letters = {i: LETTERS[i] for i in texts}
@@ -249,23 +242,22 @@ def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, l
 
 def _golds(value) -> list[str | None]:
     """The gold answers in a cell as text; None for what no response could give in a box."""
-    golds = []
+    golds = {}
     for plain in _open(value):
         found = [] if isinstance(plain, dict) else gold_answers(plain)
         missing = not isinstance(plain, dict) and len(str(plain)) <= 4  # None, N/A, #N/A, NaN
-        golds += [gold if _comes_back(gold) else None for gold in found] if found or missing else [None]
-    return list(dict.fromkeys(golds))
+        golds |= {gold if _comes_back(gold) else None: 1 for gold in found or ([] if missing else [""])}
+    return list(golds)
 
 
 @lru_cache(maxsize=10_000)
-def _comes_back(gold: str) -> bool:
-    """Whether a response that boxes it is right; what is longer than an answer is a text about one."""
+def _comes_back(gold: str) -> bool:  # a text of more than 300 characters is about an answer
     return len(gold) <= 300 and equal(extract_answer(f"\\boxed{{{gold}}}"), gold)
 
 
 def _open(value) -> list:
-    """The plain values in a cell of gold answers: in bytes, lists, tags, text that is JSON or Python, and dicts,
-    which stay as they are if no key is known and there are several."""
+    """The plain values in a cell of gold answers: in bytes, lists, tags, dicts, text that is JSON or Python. A
+    dict with several keys, none of which is known, stays."""
     value = value.decode(errors="replace") if isinstance(value, bytes) else value
     if isinstance(value, list | tuple | set):
         return [plain for item in value for plain in _open(item)]
@@ -279,14 +271,14 @@ def _open(value) -> list:
     value = value.strip()
     if tagged := TAGGED.findall(value):
         return _open(tagged[-1])
-    if CODED.fullmatch(value) and (value[0] == "{" or gold_answers(value) == [value]):
-        for decode in (json.loads, ast.literal_eval):
-            try:
-                plain = _open(decode(value))
-            except (ValueError, SyntaxError, TypeError):
-                continue
-            numbers = len(plain) > 1 and any(isinstance(item, int | float) for item in plain)
-            return [value] if numbers else plain  # a point or an interval is no list of answers
+    for decode in (json.loads, ast.literal_eval) if CODED.fullmatch(value) else ():
+        try:
+            plain = _open(decode(value))
+        except (ValueError, SyntaxError, TypeError):
+            continue
+        # a point or an interval is no list of answers
+        numbers = len(plain) > 1 and any(isinstance(item, int | float) for item in plain)
+        return [value] if numbers else plain
     return [{}] if re.match(r"""\{\s*["']""", value) else [value]
 
 
@@ -296,20 +288,20 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
     folder, _, part = name.partition("_")
     toy = TOY.parent / folder / f"{part or 'train'}.jsonl"
     path, split, hub = toy if name in TOYS else Path(os.path.expanduser(name)), "", HUB_ID.fullmatch(name)
-    outer, _, after = os.path.expanduser(name).rpartition(":")
-    if not path.exists() and os.path.isdir(outer):
-        path, split = Path(outer), after
+    outer, _, word = os.path.expanduser(name).rpartition(":")
+    if not path.exists() and len(outer) > 1 and os.path.isdir(outer):
+        path, split = Path(outer), word
     local = name and name not in BENCHMARKS and path.exists()
     if local and (path.is_dir() or _kind(path) in FILES):
         source, files = _files_of(path, split, train) if path.is_dir() else (path, [path])
-        return source, [(f"{file}, row {n}", row) for file in files for n, row in enumerate(_read_file(file), 1)]
-    named = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
-    if named and not path.exists():
+        tables = {file: _read_file(file) for file in files}
+        return source, [(f"{file}, row {n}", row) for file in files for n, row in enumerate(tables[file], 1)]
+    if not path.exists() and (name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, *PACKED)):
         raise UserError(f"there is no file {path}.")
     if local or name not in BENCHMARKS and not hub:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        f"owner/name, owner/name:config:split or owner/name@revision, a folder, folder:split, or "
-                        f"a local {', '.join(FILES)} file.")
+                        "owner/name, owner/name:config:split or owner/name@revision, a folder, folder:split, "
+                        f"or a local {', '.join(FILES)} file.")
     source, config, split, revision = hub.groups() if hub else (name, None, None, None)
     benchmark, rows = BENCHMARKS.get(name, Benchmark(source, split or None, configs=(config or None,))), []
     source = benchmark.hub_id
@@ -320,8 +312,8 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
             data = datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split, revision=revision)
             if isinstance(data, dict):
                 split = _meant(data, train)
-                source, data = f"{benchmark.hub_id}, split '{split}'", data[split]
-            rows += _named(list(data), getattr(data, "features", None))
+                source, data = f"{benchmark.hub_id}, split {split}", data[split]
+            rows += _named(list(data), getattr(data, "features", {}))
         return source, [(f"{benchmark.hub_id}, row {n}", row) for n, row in enumerate(rows, 1)]
     except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
         error = error.__cause__ or error
@@ -329,38 +321,39 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
         raise UserError(f"{name} cannot be read{doubt}: {' '.join(str(error).split())}") from None
 
 
-def _meant(splits: dict, train: bool) -> str:
-    """The split that --dataset or, without train, --eval means; "" are files whose names tell none."""
-    order = [s for s in (["train", ""] if train else ["test", "validation", "", "train"]) if s in splits]
-    if not order and len(splits) > 1:
-        raise UserError(f"its splits are {_some(splits)}; name one behind a colon (of the Hub: ::{[*splits][0]}).")
-    return (order or [*splits])[0]
-
-
 def _kind(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
+def _meant(splits: dict, train: bool) -> str:
+    """The split that --dataset or, without train, --eval means; "" are files whose names tell none."""
+    for split in ("train", "") if train else ("test", "validation", "", "train"):
+        if split in splits or len(splits) == 1:
+            return split if split in splits else [*splits][0]
+    raise ValueError(f"its splits are {_some([*splits])}; name one (FOLDER:{[*splits][0]}, OWNER/NAME::SPLIT).")
+
+
 def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
-    """(what is read and what is not, in words; the files) of a split, which the names of files and folders tell."""
+    """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
     splits, rest = {}, []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
+    for path in sorted(found):
         file, state = path.relative_to(folder), path.with_name("state.json")
         # the state.json of save_to_disk names its files; others are caches, or left from before
-        known = path.suffix != ".arrow" or not state.is_file() or path.name in state.read_text()
+        stale = path.suffix == ".arrow" and state.is_file() and path.name not in state.read_text()
         words = [w for part in file.parts[::-1] for w in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
-        if _kind(path) in FILES and known and path.name not in ABOUT:
+        if _kind(path) in FILES and not stale and not ABOUT.search(str(file)):
             told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
             splits.setdefault(told, []).append(file)
-        elif "." not in [part[0] for part in file.parts]:
+        elif stale or not ABOUT.search(str(file)):
             rest.append(file)
     every = sum(splits.values(), [])
     try:
-        split = split or _meant(splits, train) if splits else ""
-    except UserError as error:
+        split = split or _meant(splits, train) if splits else split
+    except ValueError as error:
         raise UserError(f"{folder} cannot be read: {error}") from None
-    files = splits.get(SPLITS.get(split, split), [])
-    files = files or [file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
+    files = splits.get(SPLITS.get(split, split)) or [
+        file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
     if not files:
         raise UserError(f"{folder} holds no {split or 'data'} in files of {', '.join(FILES)}.")
     rest = [file for file in every if file not in files] + rest
@@ -377,9 +370,11 @@ def _read_file(path: Path) -> list[dict]:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         if kind in (".parquet", ".arrow"):
-            import pyarrow.parquet  # not above: many machines do without
-            data, ipc = pyarrow.BufferReader(data), pyarrow.ipc.open_file if data[:6] == b"ARROW1" else pyarrow.ipc.open_stream
-            table = pyarrow.parquet.ParquetFile(data).read() if kind == ".parquet" else ipc(data).read_all()
+            import pyarrow.parquet as parquet  # not above: many machines do without
+            from pyarrow import BufferReader, ipc
+            read = parquet.read_table if kind == ".parquet" else lambda buffer: (
+                ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream)(buffer).read_all()
+            table = read(BufferReader(data))
             about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
             return _named(table.to_pylist(maps_as_pydicts="strict"), about.get("features"))
         # -sig: some editors write a byte order mark; newline: \r\n becomes \n
@@ -402,19 +397,19 @@ def _read_file(path: Path) -> list[dict]:
         raise UserError(f"{path} is read with pyarrow: pip install datasets, which brings it.") from None
     except (ValueError, OSError, EOFError, zlib.error, csv.Error) as error:
         where = f", line {number + getattr(error, 'lineno', 1)}" if kind in (".json", ".jsonl") else ""
-        raise UserError(f"{path}{where} is not valid {kind[1:].upper()}: "
-                        f"{first_line(error) if not hasattr(error, 'msg') else error.msg}.") from None
+        reason = getattr(error, "msg", first_line(error))
+        raise UserError(f"{path}{where} is not valid {kind[1:].upper()}: {reason.rstrip('.')}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} must hold a list of objects, each with a question.")
     return rows
 
 
 def _named(rows: list[dict], features: dict | None) -> list[dict]:
-    """The rows with the names of class labels; features: what `datasets` knows of the columns."""
+    """The rows with the names of class labels; features: what `datasets` says of the columns."""
     for column, feature in (features or {}).items():
-        if names := feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None):
-            for row in rows:
-                row[column] = names[row[column]] if (row[column] or 0) >= 0 and row[column] is not None else None
+        names = feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None)
+        for row in rows if names else ():
+            row[column] = None if row[column] in (None, -1) else names[row[column]]
     return rows
 
 
@@ -432,10 +427,9 @@ STYLES = {
 def read_template(style: str) -> list[tuple[str, str]]:
     """The turns (role, text) of a --prompt, one of STYLES or a file; plain text is one turn of role "".
 
-    In a file a line [system], [user] or [assistant] begins a turn. The last user turn has {question}; worked
-    examples are turns before it, and an assistant turn behind it is one that the response continues. Without
-    such lines it is plain text, for base models. A relative path is looked up here, then in the repository.
-    Raises UserError for anything else."""
+    In a file a line [system], [user] or [assistant] begins a turn. The last user turn has {question}; turns
+    before it are worked examples, and the response continues an assistant turn behind it. Without such lines it
+    is plain text. A relative path is looked up here, then in the repository. Raises UserError for others."""
     if style in STYLES:
         return STYLES[style]
     file = Path(style).expanduser()
@@ -446,11 +440,11 @@ def read_template(style: str) -> list[tuple[str, str]]:
     except (OSError, ValueError) as error:
         raise UserError(f"{wrong}: {first_line(error)}.") from None
     before, *parts = re.split(r"^\[(system|user|assistant)\][ \t]*$", text, flags=re.MULTILINE)
-    like = re.compile(r"^\s*\[ *(?:[a-z]{2,} *\]:?\s*$|(?:system|user|assistant) *\].*)", re.MULTILINE | re.IGNORECASE)
-    if odd := like.search("\n".join([before, *parts[1::2]])):
-        raise UserError(f"{wrong}: its line {odd[0].strip()!r} looks like the beginning of a turn, but only "
-                        "[system], [user] and [assistant], alone on a line, begin one.")
     turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
+    like = r"^[ \t]*\[ *(?:[a-z]{2,} *\]:?[ \t]*$|(?:system|user|assistant) *\].*)"
+    if odd := re.search(like, "\n".join([before, *parts[1::2]]), re.MULTILINE | re.IGNORECASE):
+        raise UserError(f"{wrong}: its line '{odd[0].strip()}' looks like the beginning of a turn, but only "
+                        "[system], [user] and [assistant], alone on a line, begin one.")
     if not turns:
         turns, before = [("", before.rstrip("\n"))], ""
     roles = " ".join(role for role, _ in turns)

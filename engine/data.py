@@ -117,7 +117,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     if not question:
         wrong = f"has no question column that holds text (columns: {', '.join(columns)}); name it with"
         raise UserError(f"{source} {f'{wrong} --question_field' if rows else 'holds no problems'}.")
-    parts = [(match.lastgroup, c) for c in filled if c != question and (match := PART.fullmatch(c))]
+    told = [c for c in filled if any(not isinstance(row.get(c) or 0, int | float) for _, row in rows)]
+    parts = [(match.lastgroup, c) for c in told if c != question and (match := PART.fullmatch(c))]
     parts = [] if alone else sorted(parts)
     needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
     problems, differ = {}, set()
@@ -191,7 +192,7 @@ def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> 
     chat = before[:1]
     for place, column in parts:  # a system turn comes last
         more = row.get(column)
-        if not _is_filled(more) or isinstance(more, bool | int | float):
+        if not _is_filled(more):
             continue
         fits = place == "system" and chat[0][0] == "user" if chat else place != "refused"
         if not isinstance(more, str) or not fits:
@@ -271,7 +272,8 @@ def _open(value) -> list:
     value = value.strip()
     if tagged := TAGGED.findall(value):
         return _open(tagged[-1])
-    for decode in (json.loads, ast.literal_eval) if CODED.fullmatch(value) else ():
+    coded = CODED.fullmatch(value) and (value[0] == "{" or gold_answers(value) == [value])
+    for decode in (json.loads, ast.literal_eval) if coded else ():
         try:
             plain = _open(decode(value))
         except (ValueError, SyntaxError, TypeError):
@@ -355,7 +357,7 @@ def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     files = splits.get(SPLITS.get(split, split)) or [
         file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
     if not files:
-        raise UserError(f"{folder} holds no {split or 'data'} in files of {', '.join(FILES)}.")
+        raise UserError(f"{folder} holds no {f'split {split}' if split else 'data'} in files of {', '.join(FILES)}.")
     rest = [file for file in every if file not in files] + rest
     words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
     return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]

@@ -400,6 +400,44 @@ def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer)
     assert ("B. a\nC. a" in question) == bool(problem.also_right)
 
 
+ASKED, TOLD = [dict(role="user", content="q")], dict(role="assistant", content="so \\boxed{40}")
+PUBLIC = {  # shapes of public data: a row, what the loading line says of it or why it is refused
+    "gsm8k": (dict(question="q", answer="4 * 10 = <<4*10=40>>40.\n#### 40"), "n column 'question', answer col"),
+    "MATH": (dict(problem="q", level="Level 5", type="Algebra", solution="so $\\boxed{40}$."),
+             "column 'problem', answer column 'solution' (1 gold answers: '40'), 0 duplicates removed; not used: le"),
+    "DAPO": (dict(data_source="x", prompt=ASKED, ability="MATH", extra_info=dict(index="1"),
+                  reward_model=dict(ground_truth="40", style="rule")), "n column 'prompt', answer column 'reward_m"),
+    "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[*ASKED, TOLD]),
+                   "column 'problem', answer column 'solution' (1 gold answers: '40'), 0 duplicates removed; not u"),
+    "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=ASKED, ability="fact-reasoning",
+                       reward_model=dict(ground_truth=dict(target=["40"]), style="rule"), metadata=None),
+                  "answer column 'reward_model' (1 gold answers: '40'), 0 duplicates removed; not used: id, golden"),
+    "alpaca": (dict(instruction="Add.", input="20 and 20", output="40", text="Add. 20 and 20: 40"),
+               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: output, "),
+    "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": "40"}]),
+                 "has no question column that holds text (columns: id, conversations); name it with --question_f"),
+    "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a", "b"], messages=[*ASKED, TOLD],
+                    correctness_math_verify=[True]), "answer column 'answer' (1 gold answers: '40'), 0 duplicate"),
+    "OpenR1's messages alone": (dict(messages=[*ASKED, TOLD]), "column 'messages' holds no text, nor a list of"),
+    "ARC": (dict(id="1", question="q", choices=dict(text=["39", "40"], label=["1", "2"]), answerKey="2"),
+            "answer column 'answerKey' (1 gold answers: 'A'), 0 duplicates removed; not used: id")}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_formats_are_read_or_refused(name, kind, tmp_path, capsys):
+    """As text, as parquet, and in a folder with splits."""
+    row, words = PUBLIC[name]
+    write(tmp_path / f"train{kind or '.jsonl'}", [row])
+    write(tmp_path / "test.jsonl", [dict(problem="another")])
+    try:
+        problem, = load_problems(str(tmp_path / f"train{kind}" if kind else tmp_path))
+        assert (problem.answer or "40") in ("40", "A") and words in capsys.readouterr().out
+        assert problem.question.endswith(("q", "20 and 20", "q\n\nA. 40\nB. 39"))
+    except UserError as error:
+        assert words in str(error)
+
+
 # ----------------------------------------- benchmarks and the toy -----------------------------------------
 @pytest.fixture
 def hub(monkeypatch):
@@ -536,6 +574,9 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
 @pytest.mark.parametrize("template, text, words", [
     (CHATML, "Hi", FILE), (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE),
     (CHATML, "Hi\n[user]\n{question}", FILE), (CHATML, "[System]\nBox.\n[user]\n{question}", FILE),
+    *[(CHATML, text, FILE + "its line ") for text in (
+        "[User]\n{question}", "[user]:\n{question}", "[user] {question}", " [user]\n{question}", "[ASSISTANT]",
+        "[user]\n{question}\n[model]", "[system]\nx\n[human]\n{question}\n[user]\n{question}")],
     (CHATML, "[user]\nHi\n[system]\nBox.\n[user]\n{question}", FILE),
     (CHATML, "[user]\nHi\n[user]\n{question}", FILE),
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
@@ -548,7 +589,7 @@ def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, 
         encode_prompt(tokenizer, "1+1?", str(file) if text else "system")
     said = str(error.value)
     assert words.format(file=file) in said and "\n" not in said
-    assert words is FILE or "--prompt plain" in said
+    assert FILE in words or "--prompt plain" in said
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 

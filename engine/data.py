@@ -69,7 +69,8 @@ GOLD_KEYS = ("ground_truth", "target", *map(str.lower, ANSWER_FIELDS), "aliases"
 PART = re.compile(
     r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
     r"(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
-    r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?)", re.I)
+    r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?|"
+    r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
 TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
 CODED = re.compile(r"""[{\[(]\s*(?:[{\[(]|b?["']|null|None).*|\[[-\s\d.]+\]|b?(["']).*\1""", re.DOTALL)
 LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)  # A. x, (b) x
@@ -114,12 +115,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     alone, named = question_field or benchmark.question, answer_field or benchmark.answer
     question = alone or next((c for c in QUESTION_FIELDS if c in filled), "")
     answer = named or next((c for c in ANSWER_FIELDS if c in filled), "")  # if found, rows may lack it
-    if not question:
+    if not rows or not question:
         wrong = f"has no question column that holds text (columns: {', '.join(columns)}); name it with"
         raise UserError(f"{source} {f'{wrong} --question_field' if rows else 'holds no problems'}.")
-    told = [c for c in filled if any(not isinstance(row.get(c) or 0, int | float) for _, row in rows)]
-    parts = [(match.lastgroup, c) for c in told if c != question and (match := PART.fullmatch(c))]
-    parts = [] if alone else sorted(parts)
+    others = [c for c in filled if c not in (question, answer) and not alone and PART.fullmatch(c)]
+    others = [c for c in others if any(not isinstance(row.get(c) or 0, int | float) for _, row in rows)]
+    parts = sorted((PART.fullmatch(c).lastgroup, c) for c in others)
     needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
     problems, differ = {}, set()
     faults = {"answers cannot be given in a box": [], "duplicates have another gold answer": []}
@@ -144,7 +145,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
             other += [where] if gold != kept.answer and not equal(gold or "", kept.answer or "") else []
     golds = [repr(problem.answer) for problem in problems.values() if problem.answer is not None]
     asked = [question, *(column for _, column in parts)]
-    used = {answer, *asked, *(("choices", "options", *GPQA) if choices else ())}
+    used = {answer, *asked, *(("choices", "options", *GPQA) if choices else [])}
     unused = [column for column in filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems.values())
     print0(f"{name}: {len(problems)} problems from {source}, question column '{' + '.join(asked)}'"
@@ -160,7 +161,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
 
 
 def _is_filled(value) -> bool:
-    return value not in (None, "", [], {}) and value == value and str(value)[:9].strip() != ""
+    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {}) and value == value
 
 
 def _some(names: list) -> str:
@@ -257,8 +258,9 @@ def _comes_back(gold: str) -> bool:  # a text of more than 300 characters is abo
 
 
 def _open(value) -> list:
-    """The plain values in a cell of gold answers: in bytes, lists, tags, dicts, text that is JSON or Python. A
-    dict with several keys, none of which is known, stays."""
+    """The plain values in a cell of gold answers: in bytes, lists, tags, dicts, text that is JSON or Python.
+
+    A dict with several keys, none of which is known, stays."""
     value = value.decode(errors="replace") if isinstance(value, bytes) else value
     if isinstance(value, list | tuple | set):
         return [plain for item in value for plain in _open(item)]
@@ -313,10 +315,12 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
         for config in benchmark.configs:
             data = datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split, revision=revision)
             if isinstance(data, dict):
-                split = _meant(data, train)
+                split = _meant(data, train, f"{benchmark.hub_id}:{config or ''}")
                 source, data = f"{benchmark.hub_id}, split {split}", data[split]
             rows += _named(list(data), getattr(data, "features", {}))
         return source, [(f"{benchmark.hub_id}, row {n}", row) for n, row in enumerate(rows, 1)]
+    except UserError:
+        raise
     except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
         error = error.__cause__ or error
         doubt = " (no network, gated, or no such name?)" if isinstance(error, OSError) else ""
@@ -327,37 +331,34 @@ def _kind(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _meant(splits: dict, train: bool) -> str:
+def _meant(splits: dict, train: bool, source) -> str:
     """The split that --dataset or, without train, --eval means; "" are files whose names tell none."""
     for split in ("train", "") if train else ("test", "validation", "", "train"):
         if split in splits or len(splits) == 1:
             return split if split in splits else [*splits][0]
-    raise ValueError(f"its splits are {_some([*splits])}; name one (FOLDER:{[*splits][0]}, OWNER/NAME::SPLIT).")
+    raise UserError(f"{source} has the splits {_some([*splits])}; name one, as {source}:{[*splits][0]}.")
 
 
 def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
     splits, rest = {}, []
     found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
-    for path in sorted(found):
+    for path in sorted(path for path in found if not ABOUT.search(str(path.relative_to(folder)))):
         file, state = path.relative_to(folder), path.with_name("state.json")
+        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", "/".join(file.parts[::-1]))
         # the state.json of save_to_disk names its files; others are caches, or left from before
-        stale = path.suffix == ".arrow" and state.is_file() and path.name not in state.read_text()
-        words = [w for part in file.parts[::-1] for w in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
-        if _kind(path) in FILES and not stale and not ABOUT.search(str(file)):
+        if _kind(path) not in FILES or path.suffix == ".arrow" and state.is_file() and (
+                path.name not in state.read_text()):
+            rest.append(file)
+        else:
             told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
             splits.setdefault(told, []).append(file)
-        elif stale or not ABOUT.search(str(file)):
-            rest.append(file)
     every = sum(splits.values(), [])
-    try:
-        split = split or _meant(splits, train) if splits else split
-    except ValueError as error:
-        raise UserError(f"{folder} cannot be read: {error}") from None
+    split = split or (_meant(splits, train, folder) if splits else "")
     files = splits.get(SPLITS.get(split, split)) or [
         file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
     if not files:
-        raise UserError(f"{folder} holds no {f'split {split}' if split else 'data'} in files of {', '.join(FILES)}.")
+        raise UserError(f"{folder} has no {f'split {split}' if split else 'data'} in {', '.join(FILES)} files.")
     rest = [file for file in every if file not in files] + rest
     words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
     return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]
@@ -374,9 +375,9 @@ def _read_file(path: Path) -> list[dict]:
         if kind in (".parquet", ".arrow"):
             import pyarrow.parquet as parquet  # not above: many machines do without
             from pyarrow import BufferReader, ipc
-            read = parquet.read_table if kind == ".parquet" else lambda buffer: (
-                ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream)(buffer).read_all()
-            table = read(BufferReader(data))
+            reader = ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream
+            data = BufferReader(data)
+            table = parquet.read_table(data) if kind == ".parquet" else reader(data).read_all()
             about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
             return _named(table.to_pylist(maps_as_pydicts="strict"), about.get("features"))
         # -sig: some editors write a byte order mark; newline: \r\n becomes \n
@@ -430,8 +431,8 @@ def read_template(style: str) -> list[tuple[str, str]]:
     """The turns (role, text) of a --prompt, one of STYLES or a file; plain text is one turn of role "".
 
     In a file a line [system], [user] or [assistant] begins a turn. The last user turn has {question}; turns
-    before it are worked examples, and the response continues an assistant turn behind it. Without such lines it
-    is plain text. A relative path is looked up here, then in the repository. Raises UserError for others."""
+    before it are worked examples, and the response continues an assistant turn behind it. Without such lines
+    it is plain text. A relative path is looked up here, then in the repository. Raises UserError."""
     if style in STYLES:
         return STYLES[style]
     file = Path(style).expanduser()

@@ -96,8 +96,8 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
     asked = {name: sorted(problem.prompt_ids for problem in part) for name, part in sets.items()}
     for name, twin in itertools.combinations(asked, 2):
         if asked[name] == asked[twin]:
-            print0(f"Warning: {'--eval' if train else '--benchmarks'}: {name} and {twin} hold the same problems, "
-                   "which a mean over all benchmarks counts twice.")
+            print0(f"Warning: {'--eval' if train else '--benchmarks'}: {name} and {twin} hold the same "
+                   "problems, which a mean over all benchmarks counts twice.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "

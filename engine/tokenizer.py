@@ -59,8 +59,8 @@ def read_variables(text: str) -> dict:
     """--template_vars as a dict. Raises UserError."""
     try:
         if quoted := re.search(r"""["'] *(true|false) *["'] *[],}]""", text, re.IGNORECASE):
-            raise UserError(f"--template_vars is '{text}', but a template takes any text, {quoted[1]} too, as true; "
-                            f"give {quoted[1].lower()} without quotation marks.")
+            raise UserError(f"--template_vars is '{text}', but a template takes any text, {quoted[1]} too, as "
+                            f"true; give {quoted[1].lower()} without quotation marks.")
         return dict(json.loads(text or "{}").items())
     except (ValueError, AttributeError):
         raise UserError(f"--template_vars is '{text}', but must be a JSON object such as "
@@ -79,8 +79,8 @@ def control_tokens(tokenizer, path: str) -> re.Pattern | None:
     except Exception:  # it takes no such turns
         asked = begun = before = said = ""
     if said and asked.strip() == begun.strip() != before.strip():
-        print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so a prompt ends without the "
-               f"beginning of the assistant's turn, {before.removeprefix(asked)!r}; fix it, or give --prompt plain.")
+        print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so prompts lack the beginning "
+               f"of the assistant's turn, {before.removeprefix(asked)!r}; fix it or give --prompt plain.")
     around = os.path.commonprefix([begun, before])
     added = [token.content for token in tokenizer.added_tokens_decoder.values()
              if token.content.strip() and (token.special or token.content in around)]

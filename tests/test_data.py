@@ -147,9 +147,9 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; name behind 
     (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":train_rl", [2], [2]),
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
-    ({"test.csv": 1, "dev.csv": 2}, "", "its splits are validation, test; name one", [1]),
-    ({"a/x.csv": 1, "test.csv": 2}, ":no", "holds no split no in files of", "holds no split no in files of"),
-    ({"notes.txt": "x"}, "", "holds no data in files of .json", "holds no data in files of .json")]
+    ({"test.csv": 1, "dev.csv": 2}, "", "has the splits validation, test; name one, as /", [1]),
+    ({"a/x.csv": 1, "test.csv": 2}, ":no", "has no split no in .json", "has no split no in .json"),
+    ({"notes.txt": "x"}, "", "has no data in .json", "has no data in .json")]
 
 
 @pytest.mark.parametrize("files, split, trained, evaluated", FOLDERS)

@@ -53,7 +53,6 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
-PACKED = (".gz", ".zip", ".xlsx")
 ABOUT = re.compile(r"(^|/)(\..*|(dataset_infos?|dataset_dict|state)\.json$)")  # files without rows
 SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
               validation="validation", valid="validation", val="validation", dev="validation")
@@ -132,8 +131,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
         text, before = _with_parts(text, before, row, parts, where)
         text, golds, choices = _with_choices(text, row, answer, where)
         if held := control and control.search("\n".join([text, *(said for _, said in before)])):
-            raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or end "
-                            "a turn; take it out, or give --prompt plain if the data marks its turns itself.")
+            raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or "
+                            "end a turn; take it out, or give --prompt plain if the data marks its turns itself.")
         if None in golds:
             golds.remove(None)
             lost.append(f"{where}: {str(row[answer])[:80]!r}")
@@ -300,7 +299,8 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
         source, files = _files_of(path, split, train) if path.is_dir() else (path, [path])
         tables = {file: _read_file(file) for file in files}
         return source, [(f"{file}, row {n}", row) for file in files for n, row in enumerate(tables[file], 1)]
-    if not path.exists() and (name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, *PACKED)):
+    likely = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
+    if likely and not path.exists():
         raise UserError(f"there is no file {path}.")
     if local or name not in BENCHMARKS and not hub:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
@@ -358,7 +358,7 @@ def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     files = splits.get(SPLITS.get(split, split)) or [
         file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
     if not files:
-        raise UserError(f"{folder} has no {f'split {split}' if split else 'data'} in {', '.join(FILES)} files.")
+        raise UserError(f"{folder} has no {split or 'data'} in files of {', '.join(FILES)}.")
     rest = [file for file in every if file not in files] + rest
     words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
     return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]
@@ -445,17 +445,15 @@ def read_template(style: str) -> list[tuple[str, str]]:
     before, *parts = re.split(r"^\[(system|user|assistant)\][ \t]*$", text, flags=re.MULTILINE)
     turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
     like = r"^[ \t]*\[ *(?:[a-z]{2,} *\]:?[ \t]*$|(?:system|user|assistant) *\].*)"
-    if odd := re.search(like, "\n".join([before, *parts[1::2]]), re.MULTILINE | re.IGNORECASE):
-        raise UserError(f"{wrong}: its line '{odd[0].strip()}' looks like the beginning of a turn, but only "
-                        "[system], [user] and [assistant], alone on a line, begin one.")
-    if not turns:
-        turns, before = [("", before.rstrip("\n"))], ""
+    odd = re.search(like, "\n".join([before, *parts[1::2]]), re.MULTILINE | re.IGNORECASE)
+    turns = turns or [("", before.rstrip("\n"))]
     roles = " ".join(role for role, _ in turns)
     in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
     asked = [text for role, text in turns if role != "assistant"][-1:]
-    if before.strip() or not in_order or "{question}" not in asked[0]:
+    if odd or roles and before.strip() or not in_order or "{question}" not in asked[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
-                        "[user] or [assistant], in this order, the last [user] turn with {question}.")
+                        "[user] or [assistant], in this order, the last [user] turn with {question}"
+                        f"{odd and f'; its line {odd[0].strip()!r} only looks like one' or ''}.")
     return turns
 
 

@@ -59,7 +59,8 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     printed = capsys.readouterr().out
     assert f"4 problems from {file}, question column 'problem', answer column 'answer' (4 gold" in printed
     assert "answers: '2', '4'), 1 duplicates removed\n" in printed and "Warning" not in printed
-    assert load_problems(str(tmp_path)) == problems and f"from {tmp_path} ({name}), q" in capsys.readouterr().out
+    assert load_problems(str(tmp_path)) == problems
+    assert f"from {tmp_path} ({name}), question" in capsys.readouterr().out
 
 
 BAD_FILES = {
@@ -75,7 +76,7 @@ BAD_FILES = {
     "another kind": ("a.xlsx", "x", "or a local .json, .jsonl, .csv, .tsv, .parquet, .arrow file"),
     "a pointer of git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\nsize 1\n",
                              "a.parquet is not valid PARQUET: Could not open Parquet"),
-    "a cut gz": ("a.csv.gz", "\x1f\udc8b\b\0\0\0\0\0\0\0", "a.csv.gz is not valid CSV: Compressed file ended before"),
+    "a cut gz": ("a.csv.gz", "\x1f\udc8b\b\0\0\0\0\0\0\0", "a.csv.gz is not valid CSV: Compressed file"),
     "no gz": ("a.arrow.gz", "no", "a.arrow.gz is not valid ARROW: "),
     "two columns of one name": ("a.csv", "problem,a,a\n1,2,3", "two of its columns have the same name"),
     "no question": ("a.jsonl", '{"text": "p", "x": 1}', "that holds text (columns: text, x); name"),
@@ -136,7 +137,7 @@ def test_csv_fields_may_be_long_and_parquet_needs_pyarrow(tmp_path, monkeypatch)
 
 
 SAVED = {"data-00000-of-00001.arrow": 3, "cache-1.arrow": 4, "state.json": "data-00000-of-00001.arrow"}
-FOLDERS = [  # files: the row of ROWS that each holds, or its text; name behind the colon; rows for train, eval
+FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behind the name; rows read
     ({"train.jsonl": 1, "test.jsonl": 2}, "", [1], [2]),
     ({"train/a.parquet": 1, "test/0.csv": 2}, ":train", [1], [1]),
     ({"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 2,
@@ -148,8 +149,8 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; name behind 
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
     ({"test.csv": 1, "dev.csv": 2}, "", "has the splits validation, test; name one, as /", [1]),
-    ({"a/x.csv": 1, "test.csv": 2}, ":no", "has no split no in .json", "has no split no in .json"),
-    ({"notes.txt": "x"}, "", "has no data in .json", "has no data in .json")]
+    ({"a/x.csv": 1, "test.csv": 2}, ":no", "has no no in files of", "has no no in files of"),
+    ({"notes.txt": "x"}, "", "has no data in files", "has no data in files")]
 
 
 @pytest.mark.parametrize("files, split, trained, evaluated", FOLDERS)
@@ -187,6 +188,9 @@ def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
 # ------------------------------------------------ columns ------------------------------------------------
 USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
 EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]
+TOLD = dict(content="so \\boxed{40}", role="assistant")
+LOST = "1 answers cannot be given in a box, the first in "
+CODE = dict(inputs=["1"], outputs=["2"])
 TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
 
 
@@ -206,50 +210,36 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"problem": "q", "answer": 0}, "0"),
     ({"question": "q", "answer": " Washington, D.C. ", "hint": "east"}, "Washington, D.C."),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
-    # dicts, and text that is JSON or Python
-    ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "reward_model": str(TARGET)}, "40"),
-    ({"question": "q", "reward_model": json.dumps(TARGET)}, "40"), ({"question": "q", "answer": '"40"'}, "40"),
-    ({"question": "q", "answer": json.dumps(json.dumps(dict(answer="40")))}, "40"),
-    ({"question": "q", "answer": '[{"value": "\\\\frac{1}{2}", "unit": "m"}]'}, "\\frac{1}{2}"),
-    ({"question": "q", "ground_truth": dict(id=3, label=dict(Final="40"))}, "40"),
-    ({"question": "q", "golden_answers": ["40"]}, "40"), ({"question": "q", "answer": "[40]"}, "40"),
-    ({"question": "q", "answer": '[["40"]]'}, "40"), ({"question": "q", "answer": '[null, "40"]'}, "40"),
-    ({"question": "q", "answer": dict(ground_truth=None, x=None)}, None),
-    ({"question": "q", "answer": [dict(role="assistant", content="\\boxed{40}")]}, "40"),
-    # tags, bytes
-    ({"question": "q", "answer": "<think>\\boxed{1}</think><answer> 40 </answer>"}, "40"),
-    ({"question": "q", "solution": "so <final_answer>\\boxed{40}"}, "40"),
-    ({"question": "q", "answer": str(b"40")}, "40"),
-    # mathematics that looks like Python
-    ({"question": "q", "answer": "[1, 2]"}, "[1, 2]"), ({"question": "q", "answer": "((1, 2), (3, 4))"},
-                                                         "((1, 2), (3, 4))"),
-    ({"question": "q", "answer": "{(1,2)}"}, "{(1,2)}"), ({"question": "q", "answer": "('a' or \"b\")"},
-                                                           "('a' or \"b\")"),
+    ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
+    *[({"question": "q", "answer": cell}, "40") for cell in (
+        str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
+        str(b"40"), '[null, "40"]', '[{"value": "40", "unit": "m"}]', dict(id=3, label=dict(Final="40")), "<ANSWER>\n40",
+        "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
+    *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python
+        "[1, 2]", "((1, 2), (3, 4))", "{(1,2)}", "('a' or \"b\")", "[0, \\infty)", "{1, 2}")],
     ({"question": "q", "answer": "['$\\frac{1}{2}$']"}, "$\\frac{1}{2}$"),
+    ({"question": "q", "answer": dict(ground_truth=None, x=None)}, None),
+    *[({"question": "q", "answer": cell}, LOST) for cell in (
+        CODE, str(CODE), json.dumps(CODE), "{'x': array(['40'])}", "the final answer", "40\\", "\\boxed{40",
+        "For a proof " * 30, dict(target=dict(x=1, y=2)), '{"answer": "40')],
 ])
-def test_a_usual_column_is_found(tmp_path, row, answer):
-    problem, = load_problems(write(tmp_path / "a.jsonl", [row]))
-    assert problem.question == "q" and problem.answer == answer
+def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
+    file = write(tmp_path / "a.jsonl", [row])
+    problem, = load_problems(file)
+    assert (problem.question, problem.answer) == ("q", None if answer == LOST else answer)
+    assert (LOST + f"{file}, row 1: " in capsys.readouterr().out) == (answer == LOST)
     assert not problem.choices and problem.row.keys() == row.keys()
 
 
-@pytest.mark.parametrize("cell", [
-    dict(inputs=["1"], outputs=["2"]), json.dumps(dict(inputs=["1"], outputs=["2"])), "{'x': array(['40'])}",
-    "the final answer", "40\\", "\\boxed{40", "For a proof " * 30, dict(target=dict(x=1, y=2)), '{"answer": "40'])
-def test_a_gold_answer_that_no_box_can_hold_is_counted_and_named(cell, tmp_path, capsys):
-    file = write(tmp_path / "a.jsonl", [dict(problem="p", answer="1"), dict(problem="q", answer=cell)])
-    assert questions_and_answers(file) == [("p", "1"), ("q", None)]
-    assert f"1 answers cannot be given in a box, the first in {file}, row 2: " in capsys.readouterr().out
-
-
 def test_class_labels_and_bytes_are_read(tmp_path):
-    animals = datasets.Features(problem=datasets.Value("string"), answer=datasets.ClassLabel(names=["cat", "cow"]))
-    rows = datasets.Dataset.from_dict(dict(problem=list("pqr"), answer=[0, 1, -1]), features=animals)
+    kind = datasets.Features(problem=datasets.Value("string"), answer=datasets.ClassLabel(names=["cat", "cow"]))
+    rows = datasets.Dataset.from_dict(dict(problem=list("pqr"), answer=[0, 1, -1]), features=kind)
     rows.save_to_disk(tmp_path / "saved")
     rows.to_parquet(tmp_path / "a.parquet")
+    for name in ("saved", "a.parquet"):
+        assert questions_and_answers(tmp_path / name) == [("p", "cat"), ("q", "cow"), ("r", None)]
     datasets.Dataset.from_dict(dict(problem=["p"], answer=[b"cat"])).to_parquet(tmp_path / "b.parquet")
-    for name, expected in (("saved", ["cat", "cow", None]), ("a.parquet", ["cat", "cow", None]), ("b.parquet", ["cat"])):
-        assert [answer for _, answer in questions_and_answers(tmp_path / name)] == expected
+    assert questions_and_answers(tmp_path / "b.parquet") == [("p", "cat")]
 
 
 REFUSED = "seems to be part of the prompt, but cannot be put into it; --question_field, which takes one col"
@@ -263,7 +253,7 @@ COLUMNS = [  # a row: its question, the turns before it, the end of the loading 
     ({"system": "Box it.", "query": "q"}, "q", [("system", "Box it.")], "1 with earlier turns"),
     ({"passage": "P", "system_prompt": "S", "question": "q"}, "P\n\nq", [("system", "S")], "+ passage + s"),
     ({"system": "S", "prompt": [dict(role="user", content="q")]}, "q", [("system", "S")], "1 with earlier"),
-    ({"question": "q", "image": None, "tools": [], "has_image": True, "Level": 3}, "q", [], "used: has_image, L"),
+    ({"question": "q", "image": None, "tools": [], "has_image": True, "x": 3}, "q", [], "used: has_image, x"),
     ({"problem": "<image>How many?", "images": ["x.png"]}, "column 'images' " + REFUSED),
     ({"question": "q", "tools": '[{"name": "f"}]'}, "column 'tools' " + REFUSED),
     ({"question": "q", "image_url": "x.png"}, "column 'image_url' " + REFUSED),
@@ -319,7 +309,7 @@ CHATS = {  # name: (the column, the turns before its question "q")
     "no turn": ([], None),
     "a call of a tool": ([dict(USER, tool_calls=[dict(name="f")])], None),
     "no call of a tool": ([dict(USER, tool_calls=None, name=None)], []),
-    "an image without text": ([dict(role="user", content=[dict(type="image", text=""), dict(text="q")])], None),
+    "no text": ([dict(role="user", content=[dict(type="image", text=""), dict(text="q")])], None),
     "an image beside": ([dict(role="user", content=[dict(type="text", text="q", image_url="x")])], None),
     "an image": ([dict(role="user", content=[dict(type="image", text=None), dict(text="q")])], None),
     "a part alone": ([dict(role="user", content=dict(text="q"))], None),
@@ -381,18 +371,16 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     ({"choices": list("wxyz"), "answer": 0}, "q\n\nA. y\nB. z\nC. w\nD. x", "C"),
     ({"options": list("tuvwxyz"), "answer": "B"}, "q\n\nA. v\nB. y\nC. t\nD. z\nE. w\nF. u\nG. x", "F"),
     ({"options": [], "answer": 3}, "q", "3"),
-    ({"choices": ["a", "b", None], "answer": "A"}, "q\n\nA. b\nB. a", "B"),
-    ({"choices": [None, "a", "", "b"], "answer": 3}, "q\n\nA. b\nB. a", "A"),
-    ({"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}, "q\n\nA. b\nB. a", "A"),
-    ({"options": {"A": "a", "B": "b", "C": None}, "answer": "B"}, "q\n\nA. b\nB. a", "A"),
-    ({"choices": ["A. a", "B. b"], "answer": "B"}, "q\n\nA. b\nB. a", "A"),
-    ({"choices": ["(a) a", "(b) b"], "answer": 1}, "q\n\nA. b\nB. a", "A"),
+    *[(row, "q\n\nA. b\nB. a", "A") for row in (
+        {"choices": ["a", "b", None], "answer": "B"}, {"choices": [None, "a", "", "b"], "answer": 3},
+        {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"},
+        {"options": {"A": "a", "B": "b", "C": None}, "answer": "B"}, {"choices": ["a", "b"], "answer": "b"},
+        {"choices": ["A. a", "B. b"], "answer": "B"}, {"choices": ["(a) a", "(b) b"], "answer": 1},
+        {"choices": ["a", "b"], "answer": {"ground_truth": "B"}})],
     ({"choices": ["B. a", "A. b"], "answer": 1}, "q\n\nA. A. b\nB. B. a", "A"),
-    ({"choices": ["a", "b"], "answer": "b"}, "q\n\nA. b\nB. a", "A"),
     ({"question": "q\nA) a\nB) b", "choices": ["a", "b"], "answer": 1}, "q\nA) a\nB) b", "B"),
     ({"question": "a or b?", "choices": ["a", "b"], "answer": 1}, "a or b?\n\nA. a\nB. b", "B"),
     ({"choices": ["a", "b", "a "], "answer": "C"}, "q\n\nA. b\nB. a\nC. a", "B"),
-    ({"choices": ["a", "b"], "answer": {"ground_truth": "B"}}, "q\n\nA. b\nB. a", "A"),
 ])
 def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer):
     problem, = load_problems(write(tmp_path / "a.jsonl", [{"question": "q"} | row]))
@@ -400,27 +388,28 @@ def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer)
     assert ("B. a\nC. a" in question) == bool(problem.also_right)
 
 
-ASKED, TOLD = [dict(role="user", content="q")], dict(role="assistant", content="so \\boxed{40}")
+GOLD = "(1 gold answers: '40'), 0 duplicates removed"
 PUBLIC = {  # shapes of public data: a row, what the loading line says of it or why it is refused
-    "gsm8k": (dict(question="q", answer="4 * 10 = <<4*10=40>>40.\n#### 40"), "n column 'question', answer col"),
+    "gsm8k": (dict(question="q", answer="4 * 10 = <<4*10=40>>40.\n#### 40"), f"answer column 'answer' {GOLD}\n"),
     "MATH": (dict(problem="q", level="Level 5", type="Algebra", solution="so $\\boxed{40}$."),
-             "column 'problem', answer column 'solution' (1 gold answers: '40'), 0 duplicates removed; not used: le"),
-    "DAPO": (dict(data_source="x", prompt=ASKED, ability="MATH", extra_info=dict(index="1"),
-                  reward_model=dict(ground_truth="40", style="rule")), "n column 'prompt', answer column 'reward_m"),
-    "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[*ASKED, TOLD]),
-                   "column 'problem', answer column 'solution' (1 gold answers: '40'), 0 duplicates removed; not u"),
-    "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=ASKED, ability="fact-reasoning",
+             f"column 'problem', answer column 'solution' {GOLD}; not used: level, type\n"),
+    "DAPO": (dict(data_source="x", prompt=[USER], ability="MATH", extra_info=dict(index="1"),
+                  reward_model=dict(ground_truth="40", style="rule")),
+             f"column 'prompt', answer column 'reward_model' {GOLD}; not used: data_source, ability, extra_info\n"),
+    "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[USER, TOLD]),
+                   f"column 'problem', answer column 'solution' {GOLD}; not used: source, messages\n"),
+    "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=[USER], ability="fact-reasoning",
                        reward_model=dict(ground_truth=dict(target=["40"]), style="rule"), metadata=None),
-                  "answer column 'reward_model' (1 gold answers: '40'), 0 duplicates removed; not used: id, golden"),
+                  f"answer column 'reward_model' {GOLD}; not used: id, golden_answers, prompt, ability\n"),
     "alpaca": (dict(instruction="Add.", input="20 and 20", output="40", text="Add. 20 and 20: 40"),
-               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: output, "),
+               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: outp"),
     "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": "40"}]),
-                 "has no question column that holds text (columns: id, conversations); name it with --question_f"),
-    "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a", "b"], messages=[*ASKED, TOLD],
-                    correctness_math_verify=[True]), "answer column 'answer' (1 gold answers: '40'), 0 duplicate"),
-    "OpenR1's messages alone": (dict(messages=[*ASKED, TOLD]), "column 'messages' holds no text, nor a list of"),
+                 "has no question column that holds text (columns: id, conversations); name it with --quest"),
+    "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a"], messages=[USER, TOLD]),
+               f"answer column 'answer' {GOLD}; not used: solution, generations, messages\n"),
+    "OpenR1, messages": (dict(messages=[USER, TOLD]), "column 'messages' holds no text, nor a list of turns"),
     "ARC": (dict(id="1", question="q", choices=dict(text=["39", "40"], label=["1", "2"]), answerKey="2"),
-            "answer column 'answerKey' (1 gold answers: 'A'), 0 duplicates removed; not used: id")}
+            "answer column 'answerKey' (1 gold answers: 'A'), 0 duplicates removed; not used: id\n")}
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
@@ -574,9 +563,9 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
 @pytest.mark.parametrize("template, text, words", [
     (CHATML, "Hi", FILE), (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE),
     (CHATML, "Hi\n[user]\n{question}", FILE), (CHATML, "[System]\nBox.\n[user]\n{question}", FILE),
-    *[(CHATML, text, FILE + "its line ") for text in (
+    *[(CHATML, text, "{question}; its line '") for text in (
         "[User]\n{question}", "[user]:\n{question}", "[user] {question}", " [user]\n{question}", "[ASSISTANT]",
-        "[user]\n{question}\n[model]", "[system]\nx\n[human]\n{question}\n[user]\n{question}")],
+        "[user]\n{question}\n[model]", "[system]\nx\n[human]\ny\n[user]\n{question}")],
     (CHATML, "[user]\nHi\n[system]\nBox.\n[user]\n{question}", FILE),
     (CHATML, "[user]\nHi\n[user]\n{question}", FILE),
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
@@ -588,8 +577,8 @@ def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, 
     with pytest.raises(UserError) as error:
         encode_prompt(tokenizer, "1+1?", str(file) if text else "system")
     said = str(error.value)
-    assert words.format(file=file) in said and "\n" not in said
-    assert FILE in words or "--prompt plain" in said
+    assert words.replace("{file}", str(file)) in said and "\n" not in said
+    assert words is FILE or "its line" in words or "--prompt plain" in said
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 

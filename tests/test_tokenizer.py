@@ -198,7 +198,7 @@ def test_data_that_holds_control_tokens_is_refused(row, template, token, bring, 
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row))
     said = show(str(folder), dataset=str(data), prompts_per_batch=1)
-    words = f"{data}, row 1 holds {token!r}, a control token of --model, which would begin or end a turn; take"
+    words = f"{data}, row 1 holds {token!r}, a control token of --model, which would begin or end a turn"
     assert said.startswith(f"Error: --dataset: {words}") if token else "first problem" in said
     assert "first problem" in show(str(folder), dataset="toy", eval=str(data), prompt="plain") or "messages" in row
 
@@ -206,8 +206,8 @@ def test_data_that_holds_control_tokens_is_refused(row, template, token, bring, 
 OPENED = {  # chat templates: whether they begin the assistant's turn
     CHATML: True, TURN + "<|im_end|>\n{% endfor %}": False,
     TURN + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}\n{% endif %}": False,
-    "{% for m in messages %}{{ '[INST] ' if m.role == 'user' }}{{ m.content }}{{ ' [/INST]' if m.role == 'user'"
-    " }}{% endfor %}": True,  # Mistral's has no header
+    "{% for m in messages %}{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content }}"
+    "{% endfor %}": True,  # Mistral's has no header
     CHATML.replace("{{ m.content", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content"): True}
 
 
@@ -248,9 +248,8 @@ BAD = [  # --template_vars, --prompt, words
     ('{"enable_thinkng": false}', "system", "sets 'enable_thinkng', but no chat template that is used he"),
     ("enable_thinking=false", "system", "but must be a JSON object such as '{"),
     ("[1]", "system", "but must be a JSON object"), ('{"x": ', "system", "but must be a JSON object"),
-    ('{"enable_thinking": "false"}', "system", "template takes any text, false too, as true; give false wit"),
-    ('{"enable_thinking": " True"}', "system", "template takes any text, True too, as true; give true witho"),
-    ('{"enable_thinking": {"on": ["False"]}}', "system", "takes any text, False too, as true; give false wi"),
+    *[(given, "system", "true and false without quotation marks") for given in (
+        '{"enable_thinking": "false"}', '{"enable_thinking": " True"}', '{"enable_thinking": {"x": ["False"]}}')],
     ('{"enable_thinking": false}', "plain", "sets 'enable_thinking', but no chat template that is use")]
 
 

@@ -132,7 +132,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
         text, golds, choices = _with_choices(text, row, answer, where)
         if held := control and control.search("\n".join([text, *(said for _, said in before)])):
             raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or "
-                            "end a turn; take it out, or give --prompt plain if the data marks its turns itself.")
+                            "end a turn; take it out, or give --prompt plain if the data brings a template.")
         if None in golds:
             golds.remove(None)
             lost.append(f"{where}: {str(row[answer])[:80]!r}")
@@ -317,7 +317,7 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
             if isinstance(data, dict):
                 split = _meant(data, train, f"{benchmark.hub_id}:{config or ''}")
                 source, data = f"{benchmark.hub_id}, split {split}", data[split]
-            rows += _named(list(data), getattr(data, "features", {}))
+            rows += _rows(data.with_format("arrow")[:])
         return source, [(f"{benchmark.hub_id}, row {n}", row) for n, row in enumerate(rows, 1)]
     except UserError:
         raise
@@ -333,33 +333,29 @@ def _kind(path: Path) -> str:
 
 def _meant(splits: dict, train: bool, source) -> str:
     """The split that --dataset or, without train, --eval means; "" are files whose names tell none."""
-    for split in ("train", "") if train else ("test", "validation", "", "train"):
-        if split in splits or len(splits) == 1:
-            return split if split in splits else [*splits][0]
-    raise UserError(f"{source} has the splits {_some([*splits])}; name one, as {source}:{[*splits][0]}.")
+    order = [s for s in (["train", ""] if train else ["test", "validation", "", "train"]) if s in splits]
+    if not order and len(splits) > 1:
+        raise UserError(f"{source} has the splits {_some([*splits])}; name one, as {source}:{[*splits][0]}.")
+    return [*order, *splits][0]
 
 
 def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
-    splits, rest = {}, []
+    splits = {None: []}  # None: no data
     found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
     for path in sorted(path for path in found if not ABOUT.search(str(path.relative_to(folder)))):
         file, state = path.relative_to(folder), path.with_name("state.json")
-        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", "/".join(file.parts[::-1]))
         # the state.json of save_to_disk names its files; others are caches, or left from before
-        if _kind(path) not in FILES or path.suffix == ".arrow" and state.is_file() and (
-                path.name not in state.read_text()):
-            rest.append(file)
-        else:
-            told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
-            splits.setdefault(told, []).append(file)
-    every = sum(splits.values(), [])
-    split = split or (_meant(splits, train, folder) if splits else "")
-    files = splits.get(SPLITS.get(split, split)) or [
-        file for file in every if split in (*file.parts, re.split(r"[-.]", file.name)[0])]
-    if not files:
+        stale = path.suffix == ".arrow" and state.is_file() and path.name not in state.read_text()
+        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", "/".join(file.parts[::-1]))
+        told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
+        splits.setdefault(None if stale or _kind(path) not in FILES else told, []).append(file)
+    rest = splits.pop(None)
+    split = SPLITS.get(split, split) or (_meant(splits, train, folder) if splits else "")
+    if split not in splits:
         raise UserError(f"{folder} has no {split or 'data'} in files of {', '.join(FILES)}.")
-    rest = [file for file in every if file not in files] + rest
+    files = splits.pop(split)
+    rest = sum(splits.values(), []) + rest
     words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
     return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]
 
@@ -373,13 +369,10 @@ def _read_file(path: Path) -> list[dict]:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         if kind in (".parquet", ".arrow"):
-            import pyarrow.parquet as parquet  # not above: many machines do without
-            from pyarrow import BufferReader, ipc
+            from pyarrow import BufferReader, ipc, parquet  # not above: many machines do without
             reader = ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream
             data = BufferReader(data)
-            table = parquet.read_table(data) if kind == ".parquet" else reader(data).read_all()
-            about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-            return _named(table.to_pylist(maps_as_pydicts="strict"), about.get("features"))
+            return _rows(parquet.read_table(data) if kind == ".parquet" else reader(data).read_all())
         # -sig: some editors write a byte order mark; newline: \r\n becomes \n
         text = StringIO(data.decode("utf-8-sig"), newline=None).getvalue()
         if kind == ".json":
@@ -407,12 +400,13 @@ def _read_file(path: Path) -> list[dict]:
     return rows
 
 
-def _named(rows: list[dict], features: dict | None) -> list[dict]:
-    """The rows with the names of class labels; features: what `datasets` says of the columns."""
-    for column, feature in (features or {}).items():
-        names = feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None)
-        for row in rows if names else ():
-            row[column] = None if row[column] in (None, -1) else names[row[column]]
+def _rows(table) -> list[dict]:
+    """The rows of a table of pyarrow, with the names of class labels, which `datasets` keeps beside it."""
+    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    for column, feature in (about.get("features") or {}).items():
+        for row in rows if "names" in feature else ():
+            row[column] = None if row[column] in (None, -1) else feature["names"][row[column]]
     return rows
 
 

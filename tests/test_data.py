@@ -131,7 +131,7 @@ def test_fields_are_read_as_they_are_written(kind, text, expected, tmp_path):
 def test_csv_fields_may_be_long_and_parquet_needs_pyarrow(tmp_path, monkeypatch):
     assert len(load_problems(write(tmp_path / "a.csv", [dict(problem="p" * 200_000)]))[0].question) == 200_000
     name = write(tmp_path / "a.parquet", ROWS)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=f"^{name} is read with pyarrow: pip install datasets"):
         load_problems(name)
 
@@ -143,9 +143,9 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behi
     ({"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 2,
       "data/validation-00000-of-00001.parquet": 3}, "", [1, 2], [3]),
     ({"gsm_dev.jsonl.gz": 1, "gsm_trainData.tsv": 2, "README.md": "#"}, ":dev", [1], [1]),
-    ({"eval.json": 1, "rest.jsonl": 2}, "", [2], [1]), ({"eval.json": 1, "rest.jsonl": 2}, ":rest", [2], [2]),
+    ({"eval.json": 1, "rest.jsonl": 2}, "", [2], [1]),
     ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x"}, "", [1, 2], [1, 2]), ({"test.csv": 1}, "", [1], [1]),
-    (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":train_rl", [2], [2]),
+    (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":training", [2, 1], [2, 1]),
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
     ({"test.csv": 1, "dev.csv": 2}, "", "has the splits validation, test; name one, as /", [1]),
@@ -213,7 +213,7 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
     *[({"question": "q", "answer": cell}, "40") for cell in (
         str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
-        str(b"40"), '[null, "40"]', '[{"value": "40", "unit": "m"}]', dict(id=3, label=dict(Final="40")), "<ANSWER>\n40",
+        str(b"40"), '[null,"40"]', '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
         "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
     *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python
         "[1, 2]", "((1, 2), (3, 4))", "{(1,2)}", "('a' or \"b\")", "[0, \\infty)", "{1, 2}")],
@@ -232,7 +232,8 @@ def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
 
 
 def test_class_labels_and_bytes_are_read(tmp_path):
-    kind = datasets.Features(problem=datasets.Value("string"), answer=datasets.ClassLabel(names=["cat", "cow"]))
+    label = datasets.ClassLabel(names=["cat", "cow"])
+    kind = datasets.Features(problem=datasets.Value("string"), answer=label)
     rows = datasets.Dataset.from_dict(dict(problem=list("pqr"), answer=[0, 1, -1]), features=kind)
     rows.save_to_disk(tmp_path / "saved")
     rows.to_parquet(tmp_path / "a.parquet")
@@ -390,20 +391,20 @@ def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer)
 
 GOLD = "(1 gold answers: '40'), 0 duplicates removed"
 PUBLIC = {  # shapes of public data: a row, what the loading line says of it or why it is refused
-    "gsm8k": (dict(question="q", answer="4 * 10 = <<4*10=40>>40.\n#### 40"), f"answer column 'answer' {GOLD}\n"),
+    "gsm8k": (dict(question="q", answer="4 * 10 = 40.\n#### 40"), f"answer column 'answer' {GOLD}\n"),
     "MATH": (dict(problem="q", level="Level 5", type="Algebra", solution="so $\\boxed{40}$."),
              f"column 'problem', answer column 'solution' {GOLD}; not used: level, type\n"),
     "DAPO": (dict(data_source="x", prompt=[USER], ability="MATH", extra_info=dict(index="1"),
                   reward_model=dict(ground_truth="40", style="rule")),
-             f"column 'prompt', answer column 'reward_model' {GOLD}; not used: data_source, ability, extra_info\n"),
+             f"column 'prompt', answer column 'reward_model' {GOLD}; not used: data_source, ability, extra"),
     "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[USER, TOLD]),
                    f"column 'problem', answer column 'solution' {GOLD}; not used: source, messages\n"),
     "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=[USER], ability="fact-reasoning",
                        reward_model=dict(ground_truth=dict(target=["40"]), style="rule"), metadata=None),
                   f"answer column 'reward_model' {GOLD}; not used: id, golden_answers, prompt, ability\n"),
     "alpaca": (dict(instruction="Add.", input="20 and 20", output="40", text="Add. 20 and 20: 40"),
-               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: outp"),
-    "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": "40"}]),
+               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: "),
+    "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]),
                  "has no question column that holds text (columns: id, conversations); name it with --quest"),
     "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a"], messages=[USER, TOLD]),
                f"answer column 'answer' {GOLD}; not used: solution, generations, messages\n"),
@@ -435,7 +436,7 @@ def hub(monkeypatch):
 
     def load_dataset(name, config=None, split=None, revision=None):
         hub.calls.append((name, config, split, revision)[:4 if revision else 3])
-        return hub.rows
+        return datasets.Dataset.from_list(hub.rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return hub
@@ -564,7 +565,7 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
     (CHATML, "Hi", FILE), (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE),
     (CHATML, "Hi\n[user]\n{question}", FILE), (CHATML, "[System]\nBox.\n[user]\n{question}", FILE),
     *[(CHATML, text, "{question}; its line '") for text in (
-        "[User]\n{question}", "[user]:\n{question}", "[user] {question}", " [user]\n{question}", "[ASSISTANT]",
+        "[User]\n{question}", "[user]:\n{question}", "[user] {question}", " [user]\n{question}", "[AI]",
         "[user]\n{question}\n[model]", "[system]\nx\n[human]\ny\n[user]\n{question}")],
     (CHATML, "[user]\nHi\n[system]\nBox.\n[user]\n{question}", FILE),
     (CHATML, "[user]\nHi\n[user]\n{question}", FILE),

@@ -61,9 +61,7 @@ QUESTION_FIELDS = "question problem Question Problem prompt query instruction me
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
                  "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution",
                  "golden_answers", "answers")
-# The keys of a dict that holds the answer, the likeliest first
-GOLD_KEYS = ("ground_truth", "target", *map(str.lower, ANSWER_FIELDS), "aliases", "value",
-             "text", "content", "label")
+GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds the answer
 # Other columns that are part of a prompt: text before or behind the question, a system turn. Or refused.
 PART = re.compile(
     r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
@@ -108,8 +106,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     control: tokens that a prompt may not hold. Raises UserError, with the row, on what cannot be used."""
     source, rows = _read(name, train)
     rows = [(where, row) for where, row in rows if name != "mmlu_stem" or row.get("subject") in STEM]
-    columns = dict.fromkeys(column for _, row in rows for column in row)
-    filled = [c for c in columns if any(_is_filled(row.get(c)) for _, row in rows)]
+    columns = {}  # and the first thing that each holds
+    for _, row in rows:
+        for column, value in row.items():
+            if columns.get(column) is None:
+                columns[column] = value if _is_filled(value) else None
+    filled = [column for column, value in columns.items() if value is not None]
     benchmark = BENCHMARKS.get(name, Benchmark(name, None))
     alone, named = question_field or benchmark.question, answer_field or benchmark.answer
     question = alone or next((c for c in QUESTION_FIELDS if c in filled), "")
@@ -117,9 +119,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     if not rows or not question:
         wrong = f"has no question column that holds text (columns: {', '.join(columns)}); name it with"
         raise UserError(f"{source} {f'{wrong} --question_field' if rows else 'holds no problems'}.")
-    others = [c for c in filled if c not in (question, answer) and not alone and PART.fullmatch(c)]
-    others = [c for c in others if any(not isinstance(row.get(c) or 0, int | float) for _, row in rows)]
-    parts = sorted((PART.fullmatch(c).lastgroup, c) for c in others)
+    others = [c for c in filled if c not in (question, answer) and not isinstance(columns[c], int | float)]
+    parts = sorted((match.lastgroup, c) for c in others if not alone and (match := PART.fullmatch(c)))
     needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
     problems, differ = {}, set()
     faults = {"answers cannot be given in a box": [], "duplicates have another gold answer": []}
@@ -264,7 +265,7 @@ def _open(value) -> list:
     if isinstance(value, list | tuple | set):
         return [plain for item in value for plain in _open(item)]
     if isinstance(value, dict):
-        held = {str(key).lower(): item for key, item in value.items() if _is_filled(item)}
+        held = {key: item for key, item in value.items() if _is_filled(item)}
         known = [held[key] for key in GOLD_KEYS if key in held]
         known = known or [item for item in held.values() if len(held) == 1 or isinstance(item, dict)]
         return _open(known[0]) if known else [value] if held else []

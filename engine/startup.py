@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -93,11 +92,11 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
             sets[name] = problems
         else:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
-    asked = {name: sorted(problem.prompt_ids for problem in part) for name, part in sets.items()}
-    for name, twin in itertools.combinations(asked, 2):
-        if asked[name] == asked[twin]:
-            print0(f"Warning: {'--eval' if train else '--benchmarks'}: {name} and {twin} hold the same "
-                   "problems, which a mean over all benchmarks counts twice.")
+    held = {}
+    for name, part in sets.items():
+        twin = held.setdefault(stable_hash(sorted(problem.prompt_ids for problem in part)), name)
+        if twin != name:
+            print0(f"Warning: {twin} and {name} hold the same problems, which eval/mean counts twice.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "

@@ -416,7 +416,6 @@ PUBLIC = {  # shapes of public data: a row, what the loading line says of it or 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_formats_are_read_or_refused(name, kind, tmp_path, capsys):
-    """As text, as parquet, and in a folder with splits."""
     row, words = PUBLIC[name]
     write(tmp_path / f"train{kind or '.jsonl'}", [row])
     write(tmp_path / "test.jsonl", [dict(problem="another")])

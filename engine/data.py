@@ -61,7 +61,8 @@ QUESTION_FIELDS = "question problem Question Problem prompt query instruction me
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
                  "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution",
                  "golden_answers", "answers")
-GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds the answer
+GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds gold
+EMPTY = ("", "[]", "{}", "null")
 # Other columns that are part of a prompt: text before or behind the question, a system turn. Or refused.
 PART = re.compile(
     r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
@@ -161,7 +162,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
 
 
 def _is_filled(value) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {}) and value == value
+    if isinstance(value, list | dict):  # parquet fills up with nulls
+        return any(map(_is_filled, value.values() if isinstance(value, dict) else value))
+    return value is not None and value == value and (not isinstance(value, str) or value.strip() not in EMPTY)
 
 
 def _some(names: list) -> str:
@@ -293,10 +296,12 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
     toy = TOY.parent / folder / f"{part or 'train'}.jsonl"
     path, split, hub = toy if name in TOYS else Path(os.path.expanduser(name)), "", HUB_ID.fullmatch(name)
     outer, _, word = os.path.expanduser(name).rpartition(":")
-    if not path.exists() and len(outer) > 1 and os.path.isdir(outer):
+    if not path.exists() and len(outer) > 1 and os.path.exists(outer):
         path, split = Path(outer), word
     local = name and name not in BENCHMARKS and path.exists()
     if local and (path.is_dir() or _kind(path) in FILES):
+        if split and path.is_file():
+            raise UserError(f"{path} is a file, which has no split '{split}'; name the file alone.")
         source, files = _files_of(path, split, train) if path.is_dir() else (path, [path])
         tables = {file: _read_file(file) for file in files}
         return source, [(f"{file}, row {n}", row) for file in files for n, row in enumerate(tables[file], 1)]

@@ -148,6 +148,7 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behi
     (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":training", [2, 1], [2, 1]),
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
+    ({"a.csv": 1}, "/a.csv:train", *["/a.csv is a file, which has no split 'train'; name the file al"] * 2),
     ({"test.csv": 1, "dev.csv": 2}, "", "has the splits validation, test; name one, as /", [1]),
     ({"a/x.csv": 1, "test.csv": 2}, ":no", "has no no in files of", "has no no in files of"),
     ({"notes.txt": "x"}, "", "has no data in files", "has no data in files")]
@@ -254,7 +255,7 @@ COLUMNS = [  # a row: its question, the turns before it, the end of the loading 
     ({"system": "Box it.", "query": "q"}, "q", [("system", "Box it.")], "1 with earlier turns"),
     ({"passage": "P", "system_prompt": "S", "question": "q"}, "P\n\nq", [("system", "S")], "+ passage + s"),
     ({"system": "S", "prompt": [dict(role="user", content="q")]}, "q", [("system", "S")], "1 with earlier"),
-    ({"question": "q", "image": None, "tools": [], "has_image": True, "x": 3}, "q", [], "used: has_image, x"),
+    ({"question": "q", "image": {"path": None}, "tools": "[]", "has_image": True, "x": 3}, "q", [], "used: has_image, x"),
     ({"problem": "<image>How many?", "images": ["x.png"]}, "column 'images' " + REFUSED),
     ({"question": "q", "tools": '[{"name": "f"}]'}, "column 'tools' " + REFUSED),
     ({"question": "q", "image_url": "x.png"}, "column 'image_url' " + REFUSED),

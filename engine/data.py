@@ -196,7 +196,8 @@ def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> 
     chat = before[:1]
     for place, column in parts:  # a system turn comes last
         more = row.get(column)
-        if not _is_filled(more):
+        held = "\n".join([text, *(said for _, said in before)])
+        if not _is_filled(more) or isinstance(more, str) and more.strip() in held:  # it is there already
             continue
         fits = place == "system" and chat[0][0] == "user" if chat else place != "refused"
         if not isinstance(more, str) or not fits:
@@ -204,7 +205,7 @@ def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> 
                             "into it; --question_field, which takes one column alone, leaves it out.")
         if place == "system":
             before = [("system", more.strip()), *before]
-        elif more.strip() not in text:  # some questions hold it already
+        else:
             text = "\n\n".join([more.strip(), text][:: 1 if place == "before" else -1])
     return text, before
 
@@ -274,7 +275,8 @@ def _open(value) -> list:
         return _open(known[0]) if known else [value] if held else []
     if not isinstance(value, str):
         return [value]
-    value = value.strip()
+    value = re.sub(r"\barray\((\[.*?\])(?:,\s*dtype=\w+)?\)", r"\1", value.strip())  # numpy
+    value = re.sub(r"^```\w*\s*|\s*```$", "", value)
     if tagged := TAGGED.findall(value):
         return _open(tagged[-1])
     coded = CODED.fullmatch(value) and (value[0] == "{" or gold_answers(value) == [value])

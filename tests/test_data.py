@@ -214,14 +214,15 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
     *[({"question": "q", "answer": cell}, "40") for cell in (
         str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
-        str(b"40"), '[null,"40"]', '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
+        str(b"40"), '[null,"40"]', "{'x': array(['40'], dtype=object)}", '```json\n{"answer": 40}\n```',
+        '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
         "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
     *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python
         "[1, 2]", "((1, 2), (3, 4))", "{(1,2)}", "('a' or \"b\")", "[0, \\infty)", "{1, 2}")],
     ({"question": "q", "answer": "['$\\frac{1}{2}$']"}, "$\\frac{1}{2}$"),
     ({"question": "q", "answer": dict(ground_truth=None, x=None)}, None),
     *[({"question": "q", "answer": cell}, LOST) for cell in (
-        CODE, str(CODE), json.dumps(CODE), "{'x': array(['40'])}", "the final answer", "40\\", "\\boxed{40",
+        CODE, str(CODE), json.dumps(CODE), "the final answer", "40\\", "\\boxed{40",
         "For a proof " * 30, dict(target=dict(x=1, y=2)), '{"answer": "40')],
 ])
 def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
@@ -255,8 +256,10 @@ COLUMNS = [  # a row: its question, the turns before it, the end of the loading 
     ({"system": "Box it.", "query": "q"}, "q", [("system", "Box it.")], "1 with earlier turns"),
     ({"passage": "P", "system_prompt": "S", "question": "q"}, "P\n\nq", [("system", "S")], "+ passage + s"),
     ({"system": "S", "prompt": [dict(role="user", content="q")]}, "q", [("system", "S")], "1 with earlier"),
-    ({"question": "q", "image": {"path": None}, "tools": "[]", "has_image": True, "x": 3}, "q", [], "used: has_image, x"),
+    ({"question": "q", "image": {"x": None}, "tools": "[]", "has_image": 1}, "q", [], "used: has_image"),
     ({"problem": "<image>How many?", "images": ["x.png"]}, "column 'images' " + REFUSED),
+    ({"system": "S", "prompt": [SYSTEM_TURN, USER]}, "column 'system' " + REFUSED),
+    ({"system": "Box it.", "prompt": [SYSTEM_TURN, USER]}, "q", [("system", "Box it.")], "'prompt + system'"),
     ({"question": "q", "tools": '[{"name": "f"}]'}, "column 'tools' " + REFUSED),
     ({"question": "q", "image_url": "x.png"}, "column 'image_url' " + REFUSED),
     ({"question": "q", "history": [["a", "b"]]}, "column 'history' " + REFUSED),

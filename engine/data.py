@@ -62,7 +62,7 @@ ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "gro
                  "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution",
                  "golden_answers", "answers")
 GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds gold
-EMPTY = ("", "[]", "{}", "null")
+EMPTY, TURN = ("", "[]", "{}", "null"), {"role", "content", "text", "type"}
 # Other columns that are part of a prompt: text before or behind the question, a system turn. Or refused.
 PART = re.compile(
     r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
@@ -71,6 +71,8 @@ PART = re.compile(
     r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
 TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
 CODED = re.compile(r"""[{\[(]\s*(?:[{\[(]|b?["']|null|None).*|\[[-\s\d.]+\]|b?(["']).*\1""", re.DOTALL)
+# Short text with a digit and braces that close, without a box, list or tag: it comes back as it is.
+PLAIN = re.compile(r"(?=.*\d)(?:[-\w+ .,/$^=()]++|\\(?!boxed|fbox)[a-zA-Z]++|\{[-\w+ .,/$^=()]*+\})+")
 LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)  # A. x, (b) x
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
@@ -175,17 +177,18 @@ def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
     """(the question, the turns before it) of text, or of a chat whose last turn is the question."""
     turns = []
     try:
-        for turn in value if isinstance(value, list) else [dict(role="user", content=value)]:
+        for turn in value if isinstance(value, list) else []:
             parts = turn["content"] if isinstance(turn["content"], list) else [dict(text=turn["content"])]
             turns.append((turn["role"], "".join([part["text"] for part in parts])))
-            held = [key for part in (turn, *parts) for key in part if _is_filled(part[key])]
+            held = [key for part in (turn, *parts) for key in {*part} - TURN if _is_filled(part[key])]
             if any(part.get("type", "text") not in ("text", None) for part in parts) or any(
                     (match := PART.fullmatch(key)) and match["refused"] for key in held):
                 raise KeyError  # an image, or the call of a tool
-        role, text = turns.pop()
+        role, text = turns.pop() if isinstance(value, list) else ("user", value)
     except (TypeError, KeyError, IndexError, AttributeError):
-        role, text = "", ""
-    if role != "user" or not text.strip() or re.match(r"""\s*\[\s*\{\s*['"](role|content|from)""", text):
+        role = ""
+    spoken = role == "user" and isinstance(text, str) and text.strip()
+    if not spoken or spoken[0] == "[" and re.match(r"""\[\s*\{\s*['"](role|content|from)""", spoken):
         raise UserError(f"{where} holds no text, nor a list of turns, each with a role and a content of text "
                         "alone (no image, no tool), the last of them the user's; see --question_field.")
     return text, turns
@@ -196,8 +199,9 @@ def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> 
     chat = before[:1]
     for place, column in parts:  # a system turn comes last
         more = row.get(column)
-        held = "\n".join([text, *(said for _, said in before)])
-        if not _is_filled(more) or isinstance(more, str) and more.strip() in held:  # it is there already
+        held = [text, *(said for _, said in before)]
+        again = isinstance(more, str) and (more.strip() in held or len(more) > 40 and more.strip() in text)
+        if not _is_filled(more) or again and place != "refused":  # some prompts hold it already
             continue
         fits = place == "system" and chat[0][0] == "user" if chat else place != "refused"
         if not isinstance(more, str) or not fits:
@@ -248,6 +252,8 @@ def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, l
 
 def _golds(value) -> list[str | None]:
     """The gold answers in a cell as text; None for what no response could give in a box."""
+    if isinstance(value, str) and len(value) <= 300 and PLAIN.fullmatch(value.strip()):
+        return [value.strip()]
     golds = {}
     for plain in _open(value):
         found = [] if isinstance(plain, dict) else gold_answers(plain)
@@ -258,7 +264,8 @@ def _golds(value) -> list[str | None]:
 
 @lru_cache(maxsize=10_000)
 def _comes_back(gold: str) -> bool:  # a text of more than 300 characters is about an answer
-    return len(gold) <= 300 and equal(extract_answer(f"\\boxed{{{gold}}}"), gold)
+    answer = extract_answer(f"\\boxed{{{gold}}}")
+    return len(gold) <= 300 and (answer == gold or equal(answer, gold))
 
 
 def _open(value) -> list:

@@ -249,7 +249,8 @@ REFUSED = "seems to be part of the prompt, but cannot be put into it; --question
 COLUMNS = [  # a row: its question, the turns before it, the end of the loading line; or a refusal
     ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "Add.\n\n1 and 2", [], "not used: output"),
     ({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, "Add 1 and 2.", [], "not used: output"),
-    ({"instruction": "Add 1 and 2.", "input": "1 and 2"}, "Add 1 and 2.", [], "'instruction + input'"),
+    ({"instruction": "x^2?", "input": "2"}, "x^2?\n\n2", [], "'instruction + input'"),
+    ({"question": "a b " * 20 + "?", "context": "a b " * 20}, "a b " * 20 + "?", [], "'question + context'"),
     ({"Instruction": "Add.", "question": "1+2?"}, "Add.\n\n1+2?", [], "column 'question + Instruction'"),
     ({"context": "Two cows.", "question": "How many?"}, "Two cows.\n\nHow many?", [], "'question + context'"),
     ({"Body": "Two cows.", "Question": "How many?", "Type": "x"}, "Two cows.\n\nHow many?", [], "used: Type"),

@@ -97,6 +97,11 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
             sets[name] = problems
         else:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
+    held = {}
+    for name, part in sets.items():
+        twin = held.setdefault(stable_hash(sorted(problem.prompt_ids for problem in part)), name)
+        if twin != name:
+            print0(f"Warning: {twin} and {name} hold the same problems, which eval/mean counts twice.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import datetime
 from functools import partial
@@ -16,6 +17,7 @@ from engine.ranks import print0
 
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
+CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
 
 
 def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trust_remote_code: bool = False):
@@ -39,6 +41,7 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     if "strftime_now" in template:
         variables = dict(strftime_now=DATE.strftime) | variables
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+    tokenizer.control = control_tokens(tokenizer, path) if chat else None
 
     known = tokenizer.known_to_model = config.get_text_config().vocab_size  # Gemma 3 1B: one less than it has
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
@@ -56,19 +59,39 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
 def read_variables(text: str) -> dict:
     """--template_vars as a dict. Raises UserError."""
     try:
+        if re.search(r"""["']\s*(true|false)\s*["']\s*[],}]""", text, re.IGNORECASE):
+            raise ValueError
         return dict(json.loads(text or "{}").items())
     except (ValueError, AttributeError):
         raise UserError(f"--template_vars is '{text}', but must be a JSON object such as "
-                        '\'{"enable_thinking": false}\'.') from None
+                        '\'{"enable_thinking": false}\', true and false without quotation marks.') from None
+
+
+def control_tokens(tokenizer, path: str) -> re.Pattern:
+    """What no text of the data may hold: special tokens, and those that the template puts around a turn.
+
+    Prints a warning if the template does not begin the assistant's turn."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        asked, begun = render(CHAT[:1]), render(CHAT[:1], add_generation_prompt=True)
+        before, said, _ = render(CHAT).partition("forty-two")
+    except Exception:  # it takes no such turns; what it raises is its own
+        asked = begun = before = said = ""
+    if said and asked.strip() == begun.strip() != before.strip():
+        print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so a prompt lacks what "
+               f"begins the assistant's turn, {before.removeprefix(asked)!r}; fix it or give --prompt plain.")
+    around = os.path.commonprefix([begun, before])
+    added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    held = [re.escape(token.content) for token in added if token.special or token.content in around]
+    return re.compile("|".join(held) or "(?!)")
 
 
 def end_of_turn(tokenizer) -> list[int]:
     """The tokens, but for those of ordinary text, that the chat template writes behind an assistant's turn.
 
     Some end the last turn with another token than those before (GPT-OSS), some with the next turn (GLM)."""
-    chat = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    for turns in (chat, [*chat, chat[0]]):
+    for turns in (CHAT, [*CHAT, CHAT[0]]):
         try:
             _, said, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("forty-two")
         except Exception:  # it takes no such turns; what it raises is its own

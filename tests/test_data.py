@@ -1,7 +1,11 @@
 """Loading problems from every kind of file and from a stand-in for the Hub, and their prompts."""
 
+import csv
+import gzip
+import io
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import datasets
@@ -17,11 +21,22 @@ ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)
 
 def write(path, rows):
     """The rows as a file of the kind that its name says."""
-    lines = [json.dumps(row) for row in rows]
-    if path.suffix == ".parquet":
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines, kind, file = [json.dumps(row) for row in rows], path.name.partition(".")[2], io.StringIO()
+    if kind.startswith("arrow"):
+        with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
+            writer.write_table(datasets.Dataset.from_list(rows).data.table)
+    elif kind.startswith("parquet"):
         datasets.Dataset.from_list(rows).to_parquet(str(path))
+    elif kind[1:3] == "sv":
+        table = csv.DictWriter(file, rows[0], delimiter="\t" if kind[0] == "t" else ",")
+        table.writeheader()
+        table.writerows(rows)
+        path.write_text(file.getvalue())
     else:
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{', '.join(lines)}]")
+        path.write_text("\n".join(lines) if kind.startswith("jsonl") else f"[{', '.join(lines)}]")
+    if kind.endswith("gz"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
     return str(path)
 
 
@@ -30,8 +45,12 @@ def questions_and_answers(name, **options):
 
 
 # ------------------------------------------------- files -------------------------------------------------
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
+KINDS = [f"a{kind}{gz}" for kind in data.FILES for gz in ("", ".gz")]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
+    """Also in a folder."""
     file = write(tmp_path / name, [*ROWS, ROWS[0]])
     problems = load_problems(file)
     assert [(p.question, p.answer, p.id) for p in problems] == [
@@ -39,7 +58,9 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     assert all(str(p.row["answer"]) == p.answer and p.row["problem"] == p.question for p in problems)
     printed = capsys.readouterr().out
     assert f"4 problems from {file}, question column 'problem', answer column 'answer' (4 gold" in printed
-    assert "1 duplicates removed" in printed and "Warning" not in printed
+    assert "answers: '2', '4'), 1 duplicates removed\n" in printed and "Warning" not in printed
+    assert load_problems(str(tmp_path)) == problems
+    assert f"from {tmp_path} ({name}), question" in capsys.readouterr().out
 
 
 BAD_FILES = {
@@ -54,7 +75,10 @@ BAD_FILES = {
     "semicolons": ("a.csv", "problem;answer\np;1\n", "that holds text (columns: problem;answer); name"),
     "another kind": ("a.xlsx", "x", "or a local .json, .jsonl, .csv, .tsv, .parquet, .arrow file"),
     "a pointer of git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\nsize 1\n",
-                             "a.parquet cannot be read: Parquet magic bytes not found"),
+                             "a.parquet is not valid PARQUET: Could not open Parquet"),
+    "a cut gz": ("a.csv.gz", "\x1f\udc8b\b\0\0\0\0\0\0\0", "a.csv.gz is not valid CSV: Compressed file"),
+    "no gz": ("a.arrow.gz", "no", "a.arrow.gz is not valid ARROW: "),
+    "two columns of one name": ("a.csv", "problem,a,a\n1,2,3", "two of its columns have the same name"),
     "no question": ("a.jsonl", '{"text": "p", "x": 1}', "that holds text (columns: text, x); name"),
     "question missing": ("a.jsonl", '{"problem": "p"}\n{"x": 1}', "row 2 has no column 'problem' (col"),
     "question is blank": ("a.jsonl", '{"problem": "p"}\n{"problem": " "}', "row 2: column 'problem' holds"),
@@ -104,29 +128,73 @@ def test_fields_are_read_as_they_are_written(kind, text, expected, tmp_path):
     assert [(question.replace("\r", ""), answer) for question, answer in read] == expected
 
 
-def test_folders_are_read_by_datasets(tmp_path):
-    train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS[:1], ROWS[1:]))
-    test.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "several")
-    for number, split in enumerate([train, test]):
-        split.to_parquet(tmp_path / f"parts/{number}.parquet")
-        split.to_csv(tmp_path / f"tables/{number}.csv")
-    train.to_parquet(tmp_path / "splits/train-00000-of-00001.parquet")
-    test.to_parquet(tmp_path / "splits/test-00000-of-00001.parquet")
-    expected = [(row["problem"], str(row["answer"])) for row in ROWS]
-    for folder in ("saved", "several", "splits"):  # the test split, if there are several
-        assert questions_and_answers(tmp_path / folder) == expected[1:]
-    for folder in ("parts", "tables"):
-        assert questions_and_answers(tmp_path / folder) == expected
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match=f"^{tmp_path}/nothing cannot be read: The directory at"):
-        load_problems(str(tmp_path / "nothing"))
-    datasets.Dataset.from_dict({"problem": []}).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(UserError, match="none.parquet holds no problems"):
-        load_problems(str(tmp_path / "none.parquet"))
+def test_csv_fields_may_be_long_and_parquet_needs_pyarrow(tmp_path, monkeypatch):
+    assert len(load_problems(write(tmp_path / "a.csv", [dict(problem="p" * 200_000)]))[0].question) == 200_000
+    name = write(tmp_path / "a.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=f"^{name} is read with pyarrow: pip install datasets"):
+        load_problems(name)
+
+
+SAVED = {"data-00000-of-00001.arrow": 3, "cache-1.arrow": 4, "state.json": "data-00000-of-00001.arrow"}
+FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behind the name; rows read
+    ({"train.jsonl": 1, "test.jsonl": 2}, "", [1], [2]),
+    ({"train/a.parquet": 1, "test/0.csv": 2}, ":train", [1], [1]),
+    ({"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 2,
+      "data/validation-00000-of-00001.parquet": 3}, "", [1, 2], [3]),
+    ({"gsm_dev.jsonl.gz": 1, "gsm_trainData.tsv": 2, "README.md": "#"}, ":dev", [1], [1]),
+    ({"eval.json": 1, "rest.jsonl": 2}, "", [2], [1]),
+    ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x"}, "", [1, 2], [1, 2]), ({"test.csv": 1}, "", [1], [1]),
+    (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":training", [2, 1], [2, 1]),
+    ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
+     "", [3], [1]),
+    ({"a.csv": 1}, "/a.csv:train", *["/a.csv is a file, which has no split 'train'; name the file al"] * 2),
+    ({"test.csv": 1, "dev.csv": 2}, "", "has the splits validation, test; name one, as /", [1]),
+    ({"a/x.csv": 1, "test.csv": 2}, ":no", "has no no in files of", "has no no in files of"),
+    ({"notes.txt": "x"}, "", "has no data in files", "has no data in files")]
+
+
+@pytest.mark.parametrize("files, split, trained, evaluated", FOLDERS)
+def test_a_folders_splits_are_chosen_by_name_and_shown(files, split, trained, evaluated, tmp_path, capsys):
+    for name, held in files.items():
+        if isinstance(held, int):
+            write(tmp_path / name, [ROWS[held - 1]])
+        else:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(held)
+    for train, found in ((True, trained), (False, evaluated)):
+        if isinstance(found, str):
+            with pytest.raises(UserError, match=found):
+                load_problems(f"{tmp_path}{split}", train=train)
+        else:
+            rows = load_problems(f"{tmp_path}{split}", train=train)
+            assert [(row.question, row.answer) for row in rows] == [
+                (ROWS[n - 1]["problem"], str(ROWS[n - 1]["answer"])) for n in found]
+            printed = capsys.readouterr().out
+            hidden = ("state.json", "dataset_dict.json", ".cache/2.jsonl")
+            assert all(name in printed for name in files if not name.endswith(hidden))
+
+
+def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
+    write(tmp_path / "a.jsonl", [dict(problem="p", answer=None), dict(problem="q", answer=3, level=1)])
+    write(tmp_path / "b.parquet", [dict(problem="r", answer="x")])
+    write(tmp_path / "c.csv", [dict(problem="s", answer="007"), dict(problem="t", answer="N/A")])
+    expected = [("p", None), ("q", "3"), ("r", "x"), ("s", "007"), ("t", None)]
+    assert questions_and_answers(tmp_path) == expected
+    write(tmp_path / "d.json", [dict(question="u")])
+    with pytest.raises(UserError, match="d.json, row 1 has no column 'problem'|a.jsonl, row 1 has no column"):
+        load_problems(str(tmp_path))
 
 
 # ------------------------------------------------ columns ------------------------------------------------
+USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
+EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]
+TOLD = dict(content="so \\boxed{40}", role="assistant")
+LOST = "1 answers cannot be given in a box, the first in "
+CODE = dict(inputs=["1"], outputs=["2"])
+TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
+
+
 @pytest.mark.parametrize("row, answer", [
     ({"Question": "q", "Answer": "7"}, "7"),
     ({"question": "q", "final_answer": ["3"]}, "3"),
@@ -143,11 +211,83 @@ def test_folders_are_read_by_datasets(tmp_path):
     ({"problem": "q", "answer": 0}, "0"),
     ({"question": "q", "answer": " Washington, D.C. ", "hint": "east"}, "Washington, D.C."),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
+    ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
+    *[({"question": "q", "answer": cell}, "40") for cell in (
+        str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
+        str(b"40"), '[null,"40"]', "{'x': array(['40'], dtype=object)}", '```json\n{"answer": 40}\n```',
+        '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
+        "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
+    *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python
+        "[1, 2]", "((1, 2), (3, 4))", "{(1,2)}", "('a' or \"b\")", "[0, \\infty)", "{1, 2}")],
+    ({"question": "q", "answer": "['$\\frac{1}{2}$']"}, "$\\frac{1}{2}$"),
+    ({"question": "q", "answer": dict(ground_truth=None, x=None)}, None),
+    *[({"question": "q", "answer": cell}, LOST) for cell in (
+        CODE, str(CODE), json.dumps(CODE), "the final answer", "40\\", "\\boxed{40",
+        "For a proof " * 30, dict(target=dict(x=1, y=2)), '{"answer": "40')],
 ])
-def test_a_usual_column_is_found(tmp_path, row, answer):
-    problem, = load_problems(write(tmp_path / "a.jsonl", [row]))
-    assert problem.question == "q" and problem.answer == answer
+def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
+    file = write(tmp_path / "a.jsonl", [row])
+    problem, = load_problems(file)
+    assert (problem.question, problem.answer) == ("q", None if answer == LOST else answer)
+    assert (LOST + f"{file}, row 1: " in capsys.readouterr().out) == (answer == LOST)
     assert not problem.choices and problem.row.keys() == row.keys()
+
+
+def test_class_labels_and_bytes_are_read(tmp_path):
+    label = datasets.ClassLabel(names=["cat", "cow"])
+    kind = datasets.Features(problem=datasets.Value("string"), answer=label)
+    rows = datasets.Dataset.from_dict(dict(problem=list("pqr"), answer=[0, 1, -1]), features=kind)
+    rows.save_to_disk(tmp_path / "saved")
+    rows.to_parquet(tmp_path / "a.parquet")
+    for name in ("saved", "a.parquet"):
+        assert questions_and_answers(tmp_path / name) == [("p", "cat"), ("q", "cow"), ("r", None)]
+    datasets.Dataset.from_dict(dict(problem=["p"], answer=[b"cat"])).to_parquet(tmp_path / "b.parquet")
+    assert questions_and_answers(tmp_path / "b.parquet") == [("p", "cat")]
+
+
+REFUSED = "seems to be part of the prompt, but cannot be put into it; --question_field, which takes one col"
+COLUMNS = [  # a row: its question, the turns before it, the end of the loading line; or a refusal
+    ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "Add.\n\n1 and 2", [], "not used: output"),
+    ({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, "Add 1 and 2.", [], "not used: output"),
+    ({"instruction": "x^2?", "input": "2"}, "x^2?\n\n2", [], "'instruction + input'"),
+    ({"question": "a b " * 20 + "?", "context": "a b " * 20}, "a b " * 20 + "?", [], "'question + context'"),
+    ({"Instruction": "Add.", "question": "1+2?"}, "Add.\n\n1+2?", [], "column 'question + Instruction'"),
+    ({"context": "Two cows.", "question": "How many?"}, "Two cows.\n\nHow many?", [], "'question + context'"),
+    ({"Body": "Two cows.", "Question": "How many?", "Type": "x"}, "Two cows.\n\nHow many?", [], "used: Type"),
+    ({"system": "Box it.", "query": "q"}, "q", [("system", "Box it.")], "1 with earlier turns"),
+    ({"passage": "P", "system_prompt": "S", "question": "q"}, "P\n\nq", [("system", "S")], "+ passage + s"),
+    ({"system": "S", "prompt": [dict(role="user", content="q")]}, "q", [("system", "S")], "1 with earlier"),
+    ({"question": "q", "image": {"x": None}, "tools": "[]", "has_image": 1}, "q", [], "used: has_image"),
+    ({"problem": "<image>How many?", "images": ["x.png"]}, "column 'images' " + REFUSED),
+    ({"system": "S", "prompt": [SYSTEM_TURN, USER]}, "column 'system' " + REFUSED),
+    ({"system": "Box it.", "prompt": [SYSTEM_TURN, USER]}, "q", [("system", "Box it.")], "'prompt + system'"),
+    ({"question": "q", "tools": '[{"name": "f"}]'}, "column 'tools' " + REFUSED),
+    ({"question": "q", "image_url": "x.png"}, "column 'image_url' " + REFUSED),
+    ({"question": "q", "history": [["a", "b"]]}, "column 'history' " + REFUSED),
+    ({"question": "q", "context": dict(title=["a"])}, "column 'context' " + REFUSED),
+    ({"context": "c", "messages": EARLIER + [dict(role="user", content="q")]}, "column 'context' " + REFUSED)]
+
+
+@pytest.mark.parametrize("case", COLUMNS, ids=str)
+def test_every_filled_column_is_used_refused_or_named(case, tmp_path, capsys):
+    row, *expected = case
+    file = write(tmp_path / "a.jsonl", [row])
+    try:
+        problem, = load_problems(file)
+        assert [problem.question, problem.before] == expected[:2] and expected[2] in capsys.readouterr().out
+    except UserError as error:
+        assert f"{file}, row 1: {expected[0]}" in str(error)
+        assert load_problems(file, next(c for c in data.QUESTION_FIELDS if c in row))
+        assert "not used: " in capsys.readouterr().out
+
+
+def test_what_duplicates_do_not_share_is_said(tmp_path, capsys):
+    rows = [dict(problem="p", answer=a, input=i, id=n) for n, (a, i) in enumerate(["1a", "1b", "1a", "2a"])]
+    file = write(tmp_path / "a.jsonl", rows)
+    assert len(load_problems(file)) == 2
+    printed = capsys.readouterr().out
+    assert "2 duplicates removed, which differ in id; not used: id\n" in printed
+    assert f"1 duplicates have another gold answer, the first in {file}, row 4\n" in printed
 
 
 def test_named_columns_are_read(tmp_path):
@@ -164,8 +304,6 @@ def test_columns_are_found_in_all_rows(tmp_path):
 
 
 # ------------------------------------------------- chats -------------------------------------------------
-USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
-EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]
 CHATS = {  # name: (the column, the turns before its question "q")
     "one turn": ([USER], []),
     "a system turn": ([SYSTEM_TURN, USER], [("system", "Box it.")]),
@@ -175,6 +313,10 @@ CHATS = {  # name: (the column, the turns before its question "q")
     "an answer last": ([USER, EARLIER[1]], None),
     "no turn of the user": ([SYSTEM_TURN], None),
     "no turn": ([], None),
+    "a call of a tool": ([dict(USER, tool_calls=[dict(name="f")])], None),
+    "no call of a tool": ([dict(USER, tool_calls=None, name=None)], []),
+    "no text": ([dict(role="user", content=[dict(type="image", text=""), dict(text="q")])], None),
+    "an image beside": ([dict(role="user", content=[dict(type="text", text="q", image_url="x")])], None),
     "an image": ([dict(role="user", content=[dict(type="image", text=None), dict(text="q")])], None),
     "a part alone": ([dict(role="user", content=dict(text="q"))], None),
     "no content": ([dict(role="user", content=None)], None),
@@ -235,10 +377,59 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     ({"choices": list("wxyz"), "answer": 0}, "q\n\nA. y\nB. z\nC. w\nD. x", "C"),
     ({"options": list("tuvwxyz"), "answer": "B"}, "q\n\nA. v\nB. y\nC. t\nD. z\nE. w\nF. u\nG. x", "F"),
     ({"options": [], "answer": 3}, "q", "3"),
+    *[(row, "q\n\nA. b\nB. a", "A") for row in (
+        {"choices": ["a", "b", None], "answer": "B"}, {"choices": [None, "a", "", "b"], "answer": 3},
+        {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"},
+        {"options": {"A": "a", "B": "b", "C": None}, "answer": "B"}, {"choices": ["a", "b"], "answer": "b"},
+        {"choices": ["A. a", "B. b"], "answer": "B"}, {"choices": ["(a) a", "(b) b"], "answer": 1},
+        {"choices": ["a", "b"], "answer": {"ground_truth": "B"}})],
+    ({"choices": ["B. a", "A. b"], "answer": 1}, "q\n\nA. A. b\nB. B. a", "A"),
+    ({"question": "q\nA) a\nB) b", "choices": ["a", "b"], "answer": 1}, "q\nA) a\nB) b", "B"),
+    ({"question": "a or b?", "choices": ["a", "b"], "answer": 1}, "a or b?\n\nA. a\nB. b", "B"),
+    ({"choices": ["a", "b", "a "], "answer": "C"}, "q\n\nA. b\nB. a\nC. a", "B"),
 ])
 def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer):
-    file = write(tmp_path / "a.jsonl", [{"question": "q"} | row])
-    assert questions_and_answers(file) == [(question, answer)]
+    problem, = load_problems(write(tmp_path / "a.jsonl", [{"question": "q"} | row]))
+    assert (problem.question, problem.answer) == (question, answer)
+    assert ("B. a\nC. a" in question) == bool(problem.also_right)
+
+
+GOLD = "(1 gold answers: '40'), 0 duplicates removed"
+PUBLIC = {  # shapes of public data: a row, what the loading line says of it or why it is refused
+    "gsm8k": (dict(question="q", answer="4 * 10 = 40.\n#### 40"), f"answer column 'answer' {GOLD}\n"),
+    "MATH": (dict(problem="q", level="Level 5", type="Algebra", solution="so $\\boxed{40}$."),
+             f"column 'problem', answer column 'solution' {GOLD}; not used: level, type\n"),
+    "DAPO": (dict(data_source="x", prompt=[USER], ability="MATH", extra_info=dict(index="1"),
+                  reward_model=dict(ground_truth="40", style="rule")),
+             f"column 'prompt', answer column 'reward_model' {GOLD}; not used: data_source, ability, extra"),
+    "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[USER, TOLD]),
+                   f"column 'problem', answer column 'solution' {GOLD}; not used: source, messages\n"),
+    "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=[USER], ability="fact-reasoning",
+                       reward_model=dict(ground_truth=dict(target=["40"]), style="rule"), metadata=None),
+                  f"answer column 'reward_model' {GOLD}; not used: id, golden_answers, prompt, ability\n"),
+    "alpaca": (dict(instruction="Add.", input="20 and 20", output="40", text="Add. 20 and 20: 40"),
+               "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: "),
+    "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]),
+                 "has no question column that holds text (columns: id, conversations); name it with --quest"),
+    "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a"], messages=[USER, TOLD]),
+               f"answer column 'answer' {GOLD}; not used: solution, generations, messages\n"),
+    "OpenR1, messages": (dict(messages=[USER, TOLD]), "column 'messages' holds no text, nor a list of turns"),
+    "ARC": (dict(id="1", question="q", choices=dict(text=["39", "40"], label=["1", "2"]), answerKey="2"),
+            "answer column 'answerKey' (1 gold answers: 'A'), 0 duplicates removed; not used: id\n")}
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_formats_are_read_or_refused(name, kind, tmp_path, capsys):
+    row, words = PUBLIC[name]
+    write(tmp_path / f"train{kind or '.jsonl'}", [row])
+    write(tmp_path / "test.jsonl", [dict(problem="another")])
+    try:
+        problem, = load_problems(str(tmp_path / f"train{kind}" if kind else tmp_path))
+        assert (problem.answer or "40") in ("40", "A") and words in capsys.readouterr().out
+        assert problem.question.endswith(("q", "20 and 20", "q\n\nA. 40\nB. 39"))
+    except UserError as error:
+        assert words in str(error)
 
 
 # ----------------------------------------- benchmarks and the toy -----------------------------------------
@@ -249,7 +440,7 @@ def hub(monkeypatch):
 
     def load_dataset(name, config=None, split=None, revision=None):
         hub.calls.append((name, config, split, revision)[:4 if revision else 3])
-        return hub.rows
+        return datasets.Dataset.from_list(hub.rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return hub
@@ -377,6 +568,9 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
 @pytest.mark.parametrize("template, text, words", [
     (CHATML, "Hi", FILE), (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE),
     (CHATML, "Hi\n[user]\n{question}", FILE), (CHATML, "[System]\nBox.\n[user]\n{question}", FILE),
+    *[(CHATML, text, "{question}; its line '") for text in (
+        "[User]\n{question}", "[user]:\n{question}", "[user] {question}", " [user]\n{question}", "[AI]",
+        "[user]\n{question}\n[model]", "[system]\nx\n[human]\ny\n[user]\n{question}")],
     (CHATML, "[user]\nHi\n[system]\nBox.\n[user]\n{question}", FILE),
     (CHATML, "[user]\nHi\n[user]\n{question}", FILE),
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
@@ -388,8 +582,8 @@ def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, 
     with pytest.raises(UserError) as error:
         encode_prompt(tokenizer, "1+1?", str(file) if text else "system")
     said = str(error.value)
-    assert words.format(file=file) in said and "\n" not in said
-    assert words is FILE or "--prompt plain" in said
+    assert words.replace("{file}", str(file)) in said and "\n" not in said
+    assert words is FILE or "its line" in words or "--prompt plain" in said
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 

@@ -31,8 +31,11 @@ class NotMath(Exception):
 
 
 def number(value) -> tuple:
-    """The node of a number."""
-    return ("number", Fraction(value))
+    """The node of a number, also from its digits. Raises NotMath for anything else: 1 1/b, 2²."""
+    try:
+        return ("number", Fraction(value))
+    except ValueError:
+        raise NotMath from None
 
 
 def minus(node: tuple) -> tuple:
@@ -157,7 +160,8 @@ class Parser:
                 factors[-1] = ("+", factors[-1], half)
             else:
                 factor = self.power()
-                mixed = before.isdigit() and t == r"\frac" and factor[1][0] == factor[2][1][0] == "number"
+                mixed = before.isdigit() and t == r"\frac" and factor[0] == "*"  # 2\frac{1}{2}; not 2\frac12!
+                mixed = mixed and factor[1][0] == factor[2][1][0] == "number"
                 factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
         return joined("*", factors)
 

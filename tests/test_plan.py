@@ -70,7 +70,7 @@ def test_the_terms_of_each_phase():
     (dict(dtype="float32"), "update", "reference", 4 * 7_615_616_512 / 8),
     (dict(tensor_parallel=4), "sync", "sampler", GIB + 2 * 7_615_616_512 / 4),
     (dict(gpu_memory=0.25), "sampling", "sampler", 20 * GIB),
-    (dict(plain=True, sampler="vllm"), "update", "logits", 20 * 8192 * 152_064),
+    (dict(plain=True, sampler="vllm"), "update", "logits", 20 * 12288 * 152_064),
     (dict(sampler="hf"), "update", "sampler", 2 * 7_615_616_512),  # it never sleeps
     (dict(num_minibatches=7, micro_tokens=99999), "update", "logits", 20 * 2 ** 26)])
 def test_a_flag_changes_its_term(flags, phase, what, expected):

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +93,9 @@ def test_the_mean_over_benchmarks_is_printed_and_saved(tmp_path, monkeypatch, ca
     header, *rows = [line.split() for line in printed if line.startswith((" ", "pass@"))]
     assert header[-1] == "mean" and rows[0] == "pass@1 0.500 +- 0.250 0.250 +- 0.000 0.375".split()
     assert rows[1][:3] == ["pass@2", "0.750", "0.500"]
+    training = mock.MagicMock(benchmarks=dict.fromkeys(shares, []), args=SimpleNamespace(eval_greedy=False))
+    common.evaluate(training, 1)  # the same mean in a run's log
+    assert training.log.evaluation.call_args.args[1]["eval/mean/pass@1"] == 0.375
 
 
 def test_without_a_gold_answer_there_is_no_score():

@@ -88,8 +88,8 @@ x=1,000 | \text{1,000}
 5 \quad \text{cm} | 5Hz | 5 J/(kg K) | 5\,\Omega | 5\text{ m/s}^2 | 5\u5143 | 5\text{\u7c73}
 12 | **12** | \textcolor{red}{12} | =12 | 3\times4=12 | x\approx12 | 12th | 12\text{th} | 12^{\mathrm{th}} |
 \text{Twelve} | twelve | \u0661\u0662 | \SI{12}{\meter} | \ang{12} | \num{12} | \text{Rs. }12 | USD 12 |
-US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Area: }12 | \text{Area of } ABC = 12 |
-12\text{ (since }12>0) | 12 \text{ (rounded)} | \mathbf{Answer:}\ 12
+US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Area: }12 |
+\text{Area of } ABC = 12 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \mathbf{Answer:}\ 12
 90 | 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
 \boldsymbol{90^\circ} | {x=90}
 120 | C_{10}^{3} | \binom{10}{3} | \dbinom{10}{3} | 5!=120

@@ -69,6 +69,14 @@ def test_the_answer_of_a_response(text, expected):
         assert extract_answer(PAGE + text) == expected
 
 
+def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
+    assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
+    assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
+    assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
+    assert extract_answer(r"\boxed{2}", prompt="<|channel|>analysis<|message|>") is None
+    assert extract_answer(r"\boxed{2}", prompt="Begin with <think>.\nUser: 1+1?") == "2"
+
+
 # ------------------------------------------------------ equality --------------------------------------------
 def table(text):
     """Lines of spellings, parted by " | "; one that ends with " |" goes on in the next. \\u00b0 is a sign."""
@@ -92,7 +100,7 @@ US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Are
 \text{Area of } ABC = 12 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \mathbf{Answer:}\ 12
 90 | 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
 \boldsymbol{90^\circ} | {x=90}
-120 | C_{10}^{3} | \binom{10}{3} | \dbinom{10}{3} | 5!=120
+120 | C_{10}^{3} | \binom{10}{3} | \dbinom{10}{3} | {10 \choose 3} | 5!=120
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1) | 2!
 1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4 | {7 \over 4} | \nicefrac{7}{4} | \sfrac74 |
 \\frac{7}{4} | $\\dfrac74$
@@ -268,14 +276,6 @@ def test_known_misses_are_printed(capsys):
 @pytest.mark.parametrize("spellings", DIFFERENT, ids=str)
 def test_different_answers_differ(spellings):
     assert len(set(classes(spellings))) == len(spellings)
-
-
-def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
-    assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
-    assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
-    assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
-    assert extract_answer(r"\boxed{2}", prompt="<|channel|>analysis<|message|>") is None
-    assert extract_answer(r"\boxed{2}", prompt="Begin with <think>.\nUser: 1+1?") == "2"
 
 
 CHOICES = table(r"""

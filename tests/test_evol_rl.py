@@ -29,6 +29,8 @@ def unit(*degrees):
 @pytest.mark.parametrize("classes, degrees, flags, expected", [
     # u~: majority 0, 0, 1; minority (different wrong answers are one block) 0, 1
     ([0, 0, 0, 1, 2], (0, 0, 60, 90, 150), {}, [0.5, 0.5, 1, -1, -0.5]),
+    # alpha 1, the means alone, 0.25, 0.683 and 0.433: u~ = 1, 0, 0.25 / 0.433 = 0.57735
+    ([0, 0, 0], (0, 60, 90), dict(alpha=1.0), [1, 0.5, 0.5 + 0.5 * 0.57735]),
     # invalid ones get -1 and change nothing
     ([None, 0, 0, None, 0, 1, 2], (60, 0, 0, 0, 60, 90, 150), {}, [-1, 0.5, 0.5, -1, 1, -1, -0.5]),
     ([None, None], (0, 1), {}, [-1, -1]),

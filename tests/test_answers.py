@@ -124,13 +124,13 @@ YES | yes | \u201cYes\u201d
 \lbrace 1,2,3\rbrace | x_1=1, x_2=3, x_3=2
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
-1, 2, ... | 1, 2, \ldots
+1, 2, ... | 1, 2, \ldots | 1, 2, \dots
 (1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2) |
 \langle 1,2\rangle | \uff081\uff0c2\uff09
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\}
 \emptyset | \varnothing | \{\} | \{ \}
 [2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty |
-x >= 2 | \{x| x \ge 2\} | \{x\in\mathbb{R} : x\ge2\}
+x >= 2 | x \geq 2 | \{x| x \ge 2\} | \{x\in\mathbb{R} : x\ge2\}
 (-\infty,2] | ]-\infty;2] | x\le 2
 x>0 | (0, \text{infinity}) | (0, inf)
 (-1,3] | -1<x\le3 | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3

@@ -12,6 +12,7 @@ import pytest
 from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, launched_with
 
 import common
+import evaluate
 from engine.data import BENCHMARKS
 from engine.options import Machine, parse
 
@@ -146,14 +147,28 @@ def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
             assert batches(run.args) == (row.batches or run.args.steps) > 0, row.where
 
 
-# As many commands as each method's page names
-COMMANDS = dict(ttrl=62, evol_rl=31, scrl=86, restrain=64, ettrl=38, dynamic_rl=29)
+@each_recipe
+def test_a_recipe_has_the_commands_that_its_methods_page_counts(page):
+    assert f"[**{len(commands_of(page)[1])} commands**]" in (ROOT / f"docs/{page.name}").read_text()
+
+
+SETTINGS = "eval_samples eval_temperature eval_top_p eval_top_k max_new_tokens prompt".split()
+
+
+def evaluation_of(args) -> tuple:
+    return tuple(getattr(args, name) for name in SETTINGS)
 
 
 @each_recipe
-def test_a_recipe_has_the_commands_that_its_methods_page_counts(page):
-    assert len(commands_of(page)[1]) == COMMANDS[page.stem]
-    assert f"[**{COMMANDS[page.stem]} commands**]" in (ROOT / f"docs/{page.name}").read_text()
+def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(page):
+    """The rows without a prompt file, and the script without a flag."""
+    settings = []
+    for row in commands_of(page)[1]:
+        run = understand(row.command)
+        if run.name == page.stem and not run.args.prompt.endswith(".txt"):
+            settings.append(evaluation_of(run.args))
+    preset = tuple(evaluate.PRESETS[page.stem][name.removeprefix("eval_")] for name in SETTINGS)
+    assert preset == max(settings, key=settings.count) == evaluation_of(load_script(page.stem).Args())
 
 
 @pytest.mark.parametrize("name", MODULES)

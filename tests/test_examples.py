@@ -208,14 +208,6 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
-def test_what_disagrees_is_pushed_by_hand():
-    """mean 1/2, std sqrt(8 / 4 / 7) = 0.5345; then 7/8 and sqrt(7/8 / 7) = 0.3536."""
-    advantages = load_script("negatives_only").negative_advantages
-    assert advantages(torch.tensor([1.0, 0.0] * 4)).tolist() == pytest.approx([0, -0.9354] * 4, abs=1e-4)
-    found = advantages(torch.tensor([1.0] * 7 + [0.0])).tolist()
-    assert found == pytest.approx([0] * 7 + [-2.4749], abs=1e-4)
-
-
 def test_a_flipped_majority_weighs_less_by_hand():
     """1 - 0.5, and of that 1 - 0.3 if more than 0.6 agree. No answer is a majority of its own, as logged."""
     fork = load_script("flip_rate")

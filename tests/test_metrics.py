@@ -2,22 +2,21 @@
 
 evaluate.py: a checkpoint as well as a final model, and the presets."""
 
-import importlib
 import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run_toy
-from test_docs import commands_of, understand
+from conftest import ROOT, run_toy
 
 import common
 import evaluate
 import ttrl
-from common import Problem, Rollout
-from common import majority
+from common import Problem, Rollout, majority
 from engine.base import UserError
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, pass_at_k, step_metrics, summary
 from engine.log import sample_record
@@ -91,6 +90,9 @@ def test_the_mean_over_benchmarks_is_printed_and_saved(tmp_path, monkeypatch, ca
     header, *rows = [line.split() for line in printed if line.startswith((" ", "pass@"))]
     assert header[-1] == "mean" and rows[0] == "pass@1 0.500 +- 0.250 0.250 +- 0.000 0.375".split()
     assert rows[1][:3] == ["pass@2", "0.750", "0.500"]
+    training = mock.MagicMock(benchmarks=dict.fromkeys(shares, []), args=SimpleNamespace(eval_greedy=False))
+    common.evaluate(training, 1)  # the same mean in a run's log
+    assert training.log.evaluation.call_args.args[1]["eval/mean/pass@1"] == 0.375
 
 
 def test_without_a_gold_answer_there_is_no_score():
@@ -264,23 +266,3 @@ def test_math_verify_grades_the_text_and_our_classes_vote():
     theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
     assert ours["correct"] == [True, False, True, False] and theirs["correct"] == [True, True, True, False]
     assert theirs["classes"] == ours["classes"] and theirs["right"] == ours["right"] == {0}
-
-
-SETTINGS = "eval_samples eval_temperature eval_top_p eval_top_k max_new_tokens prompt".split()
-
-
-def evaluation_of(args) -> tuple:
-    return tuple(getattr(args, name) for name in SETTINGS)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_preset_is_what_most_of_the_papers_runs_evaluate_with(script):
-    """The rows of docs/recipes without a prompt file, and the script without a flag."""
-    settings = []
-    for row in commands_of(ROOT / f"docs/recipes/{script}.md")[1]:
-        run = understand(row.command)
-        if run.name == script and not run.args.prompt.endswith(".txt"):
-            settings.append(evaluation_of(run.args))
-    preset = tuple(evaluate.PRESETS[script][name.removeprefix("eval_")] for name in SETTINGS)
-    assert preset == max(settings, key=settings.count)
-    assert preset == evaluation_of(importlib.import_module(script).Args())

@@ -13,7 +13,7 @@ from conftest import ROOT, SCRIPTS, read_lines, launched_with, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
-from engine import builtin, data
+from engine import builtin
 from engine.base import UserError
 from engine.options import options_dict, parse
 from toy import make_smollm2
@@ -82,9 +82,6 @@ def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "SMOLLM2_MODEL", str(tmp_path / "smollm2"))
     with pytest.raises(UserError, match="^--model is 'smollm2', but there is no .*`make smollm2` makes it.$"):
         builtin.model_folder("smollm2")
-    monkeypatch.setattr(data, "TOY", tmp_path / "toy")
-    with pytest.raises(UserError, match="^there is no file .*test.jsonl.$"):
-        data.load_problems("smollm2_test")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -127,13 +127,13 @@ def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
 
 
 def test_the_first_sentences_are_made_of_the_runs_numbers():
-    lines = [{"step": 0, "eval/t/greedy": .06, "eval/t/pass@1": .3, "eval/t/maj@8": .5, "eval/t/maj@32": .68},
+    lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
              {"step": 9, "reward": 1},
-             {"step": 9, "eval/toy/pass@1": .9, "eval/t/pass@1": .6, "eval/t/greedy": .7}]
+             {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
     said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), "toy")
-    assert said.startswith("Right answers on t: greedy from 6% to 70%, sampled from 30% to 60%. The "
+    assert said.startswith("Right answers on test: greedy from 6% to 70%, sampled from 30% to 60%. The "
                            "untrained model's vote of 32 was right on 68%. Majorities in training, first ")
-    assert report.told(lines[2:], {}, "toy") == "Right answers on t: greedy 70%, sampled 60%. "
+    assert report.told(lines[2:], {}, "") == "Right answers on test: greedy 70%, sampled 60%. "
 
 
 # -------------------------------------------------- a browser ----------------------------------------------

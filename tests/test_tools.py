@@ -63,7 +63,7 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
     for seed, greedy in ((1, 0.5), (2, 0.7)):
         lines = [{"step": 0, "eval/toy_test/greedy": .1, "eval/toy_test/maj@32": .5, "seconds/evaluate": 60},
                  {"step": 1, "seconds/step": 60}, {"step": 1, "eval/toy_test/greedy": greedy}]
-        args = dict(seed=seed, eval_samples=32)
+        args = dict(seed=seed, eval="toy_test", eval_samples=32)
         folders.append(write_run(tmp_path / f"a-seed{seed}", args, metrics=lines, votes=votes))
         (folders[-1] / "final").mkdir()
     row = compare.row_of(folders, "toy", task)
@@ -82,8 +82,8 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
         "test pass@1 +0.250, 95% interval +0.250 to +0.250: above.")
     with pytest.raises(UserError, match="a-seed1: eval_samples is 32, but the stored rows have 8"):
         compare.row_of(folders, "toy", task | {"eval_samples": [8]})
-    (folders[0] / "final").rmdir()
-    with pytest.raises(UserError, match="a-seed1 holds no finished run"):
+    (folders[1] / "metrics.jsonl").open("a").write('{"step": 2}')  # of which there is no evaluation yet
+    with pytest.raises(UserError, match="a-seed2 holds no finished run"):
         compare.row_of(folders, "toy", task)
 
 

@@ -35,13 +35,18 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED, PAGE = ROOT / "docs/leaderboard.json", ROOT / "docs/leaderboard.md"
 REGIMES = {  # its flags; the responses to a problem, k
     "toy": ("--eval toy,toy_test --eval_every 0 --eval_samples 32 --eval_top_k 0", 32),
-    "smollm2": ("--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --eval_every 0 --eval_samples 16",
-                16)}
+    "smollm2": ("--model smollm2 --eval smollm2,smollm2_test,smollm2_ood", 16)}
 SCORES = "test/greedy test/pass@1 test/pass@k test/maj@k train/greedy".split()
 COLUMNS = [*SCORES, "learned", "kept", "corrupted", "minutes"]
 
 
 # ----------------------------------------------- running --------------------------------------------------
+def is_done(folder: Path, args: dict) -> bool:
+    """Whether a run has saved its final model and, if it evaluates, evaluated it, which comes after."""
+    saved = (folder / "final").exists()
+    return saved and (not args.get("eval") or log.has_evaluation(log.read_metrics(folder)[-1]))
+
+
 def is_finished(folder: Path, command: list[str]) -> bool:
     """Whether the folder holds the finished run of this command. Raises UserError if it holds another run, of
     other arguments or before its script, common.py, answers/, engine/ or toy/ changed."""
@@ -52,7 +57,7 @@ def is_finished(folder: Path, command: list[str]) -> bool:
     given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
     if given[1:] != flags or run.get("code") != log.code_digest(ROOT / script):
         raise UserError(f"{folder} holds a run of other code or arguments; delete it or give another --out.")
-    return (folder / "final").exists()
+    return is_done(folder, run.get("args", {}))
 
 
 def start(folder: Path, command: list[str]) -> subprocess.Popen:
@@ -104,9 +109,9 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
     Raises UserError if one is not finished, or evaluated otherwise than the stored rows: task."""
     runs, k = [], REGIMES[regime][1]
     for folder in folders:
-        if not (folder / "final").exists():
-            raise UserError(f"{folder} holds no finished run.")
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        if not is_done(folder, about["args"]):
+            raise UserError(f"{folder} holds no finished run.")
         had = about["args"] | about.get("identity", {})
         for name, values in task.items():
             if had.get(name) not in values:
@@ -127,22 +132,16 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
 
 def interval(values: list[float]) -> tuple[float, float]:
     """The mean, and half its 95% interval (Student's t; nan: of one value)."""
-    n = len(values)
-    if n < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), float(stats.t.ppf(.975, n - 1)) * statistics.stdev(values) / n ** .5
-
-
-def short(x: float) -> str:
-    return f"{x:.2f}".removeprefix("0")
+    n, spread = len(values), statistics.stdev(values) if len(values) > 1 else math.nan
+    return statistics.fmean(values), float(stats.t.ppf(.975, n - 1)) * spread / n ** .5
 
 
 def cell(values: list[float]) -> str:
     """The mean and, of more than one value, half its 95% interval."""
     if not values:
         return "–"
-    mean, half = interval(values)
-    return short(mean) + ("" if math.isnan(half) else f" ±{short(half)}")
+    mean, half = [f"{x:.2f}".removeprefix("0") for x in interval(values)]
+    return mean if half == "nan" else f"{mean} ±{half}"
 
 
 def table(rows: dict[str, dict], regime: str = "toy") -> str:
@@ -178,9 +177,8 @@ def store(rows: dict[str, dict], stored: dict) -> None:
     text = json.dumps(stored, indent=1, ensure_ascii=False)
     text = re.sub(r"\{\s+\"seed[^}]*\}", lambda run: re.sub(r"\s+", " ", run[0]), text)  # a run, a line
     STORED.write_text(text + "\n", encoding="utf-8")
-    written = re.sub(r"(?:^\|.*\n)+", table(stored["rows"]) + "\n", PAGE.read_text(encoding="utf-8"), count=1,
-                     flags=re.MULTILINE)
-    PAGE.write_text(written, encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(r"(?m)(?:^\|.*\n)+", table(stored["rows"]) + "\n", page, count=1), "utf-8")
 
 
 # ------------------------------------------------- main ---------------------------------------------------

@@ -107,8 +107,10 @@ def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
     names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
     names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", dataset)))
     if test := [*names, ""][0]:  # of problems that were not trained on, if there are any
-        first, last = [{name.removeprefix(f"eval/{test}/"): f"{value:.0%}" for name, value in line.items()}
-                       for line in (evaluated[0], evaluated[-1])]
+        def percent(line: dict) -> dict[str, str]:
+            return {name.removeprefix(f"eval/{test}/"): f"{value:.0%}" for name, value in line.items()}
+
+        first, last = percent(evaluated[0]), percent(evaluated[-1])
         before = {name: f"from {value} to " for name, value in first.items() if len(evaluated) > 1}
         scores = [f"{words} {before.get(metric, '')}{last[metric]}"
                   for metric, words in (("greedy", "greedy"), ("pass@1", "sampled")) if metric in last]
@@ -150,7 +152,9 @@ def panels(lines: list[list[dict]]) -> dict[str, dict]:
             kind = "Accuracy"
         elif name in HIDDEN or name.startswith(GROUPS):
             continue
-        drawn = [{line["step"]: line[name] for line in run if name in line} for run in lines]
+        drawn = []
+        for run in lines:
+            drawn.append({line["step"]: line[name] for line in run if name in line})
         flat = len({value for curve in drawn for value in curve.values()}) == 1
         if kind == "Accuracy" or not (flat or drawn in found[kind].values()):
             found[kind][name] = drawn
@@ -218,9 +222,8 @@ def page_data(folders: list[Path]) -> dict:
     for run, style in zip(runs, styles([run["method"] for run in runs])):
         run["style"] = style
     curves = panels(lines)
-    names = [name for drawn in curves.values() for name in drawn]
-    return dict(runs=runs, questions=list(numbers), curves=curves, explained=explained(names),
-                opens=most_disputed(runs))
+    return dict(runs=runs, questions=list(numbers), curves=curves, opens=most_disputed(runs),
+                explained=explained([name for drawn in curves.values() for name in drawn]))
 
 
 def write_report(folders: list[Path], out: Path) -> None:

@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(answers=1023, engine=3144, tools=900, claims=380, tests=7684, exercises=300, docs=400)
+MOST_LINES = dict(answers=1027, engine=3536, tools=898, claims=379, tests=8108, exercises=260, docs=372)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

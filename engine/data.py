@@ -68,7 +68,8 @@ HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 ABOUT = re.compile(r"(^|/)(\..*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json)$")
 # columns that are part of a prompt: text before or behind the question, a system turn; the rest are refused
 PART = re.compile(
-    r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
+    r"(?P<before>(?:instruction|body|context|passage|paragraph|article|document|story|table|schema)s?|"
+    r"background)|"
     r"(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
     r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?|"
     r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
@@ -78,6 +79,8 @@ CHAT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from)""")
 TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
 # text that may be JSON or Python: a list, a dict, a text in quotation marks
 CODED = re.compile(r"""\[.*\]|\{.*\}|b?(["']).*\1""", re.DOTALL)
+# a backslash that should be two, as in {"answer": "\frac{1}{2}"}, where \f would be a form feed
+SINGLE = re.compile(r"(?<!\\)\\(?=[a-tv-zA-Z][a-zA-Z])")
 # answers that come back out of a box as they are: signs, commands and pairs of braces, with a digit
 PLAIN = re.compile(r"(?=.*\d)(?:[-\w+ .,/$^=()]|\\[a-zA-Z]|\{[-\w+ .,/$^=()]*\})+")
 # the letter before an option: A. x, (b) x
@@ -260,8 +263,8 @@ def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, l
         return text, _golds(gold), 0
     texts, right = _choices(options, gold)
     if not texts or max(texts) >= len(LETTERS) or answer and right not in texts:
-        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
-                        f"'{answer}' must name the right one.")
+        naming = f", and column '{answer}' must name the right one" if answer else ""
+        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}{naming}.")
     order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
     letters = dict(zip(order, LETTERS))
     if all(re.search(rf"(?<!\w){LETTERS[i]}\s*[.):\]]\s*{re.escape(texts[i])}", text) for i in texts):
@@ -336,12 +339,12 @@ def _open_text(text: str) -> list:
         return [text]
     for decode in (json.loads, ast.literal_eval):
         try:
-            value = decode(text)
+            value = decode(SINGLE.sub(r"\\\\", text))
         except (ValueError, SyntaxError, TypeError):
             continue
         plain = _open(value)
-        numbers = [item for item in plain if isinstance(item, int | float)]
-        return [text] if numbers and len(plain) > 1 and not isinstance(value, dict) else plain
+        is_point = len(plain) > 1 and all(isinstance(item, int | float) for item in plain)
+        return [text] if is_point and not isinstance(value, dict) else plain
     return [text]
 
 
@@ -413,7 +416,8 @@ def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     splits, rest = {}, []
     found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
     for file in sorted(path.relative_to(folder) for path in found):
-        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", "/".join(file.parts[::-1]))
+        parts = re.sub("set|data", "", "/".join(file.parts[::-1]))  # trainset, test_data
+        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", parts)
         told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
         if _kind(file) not in FILES:
             rest.append(file)

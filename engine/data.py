@@ -81,8 +81,8 @@ TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.
 CODED = re.compile(r"""\[.*\]|\{.*\}|b?(["']).*\1""", re.DOTALL)
 # a backslash that should be two, as in {"answer": "\frac{1}{2}"}, where \f would be a form feed
 SINGLE = re.compile(r"(?<!\\)\\(?=[a-tv-zA-Z][a-zA-Z])")
-# answers that come back out of a box as they are: signs, commands and pairs of braces, with a digit
-PLAIN = re.compile(r"(?=.*\d)(?:[-\w+ .,/$^=()]|\\[a-zA-Z]|\{[-\w+ .,/$^=()]*\})+")
+# answers that come back out of a box as they are: signs, commands and pairs of braces, a digit, no box
+PLAIN = re.compile(r"(?=.*\d)(?!.*box)(?:[-\w+ .,/$^=()]|\\[a-zA-Z]|\{[-\w+ .,/$^=()]*\}){1,300}")
 # the letter before an option: A. x, (b) x
 LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
@@ -144,7 +144,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     return problems
 
 
-def _find_columns(name: str, source, rows: list[dict], question_field: str, answer_field: str) -> Columns:
+def _find_columns(name: str, source: str, rows: list, question_field: str, answer_field: str) -> Columns:
     """The columns of the question, its answer and the rest of its prompt. Raises UserError."""
     first = {}  # of every column, what it holds first
     for column in dict.fromkeys(chain.from_iterable(rows)):
@@ -177,8 +177,9 @@ def _is_filled(value) -> bool:
 
 def _problem(row: dict, number: int, columns: Columns, control, where: str) -> tuple[Row, bool]:
     """(the problem of a row, whether it has a gold answer that no response could give). Raises UserError."""
-    if missing := columns.needed - row.keys():
-        raise UserError(f"{where} has no column '{min(missing)}' (columns: {', '.join(row)}).")
+    if not columns.needed <= row.keys():
+        missing = min(columns.needed - row.keys())
+        raise UserError(f"{where} has no column '{missing}' (columns: {', '.join(row)}).")
     text, before = _turns(row[columns.question], f"{where}: column '{columns.question}'")
     for place, column in columns.parts:  # a system turn comes last
         text, before = _with_part(text, before, place, row.get(column), f"{where}: column '{column}'")
@@ -191,7 +192,7 @@ def _problem(row: dict, number: int, columns: Columns, control, where: str) -> t
     return Row(text.strip(), gold, number, choices, before, [], also, row), None in golds
 
 
-def _loading_line(problems: list[Row], source, columns: Columns, rows: int, differ: set) -> str:
+def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int, differ: set) -> str:
     """What was read and from which columns, the first gold answers, and what was not used."""
     asked = [columns.question, *(column for _, column in columns.parts)]
     choices = ("choices", "options", *GPQA) if any(problem.choices for problem in problems) else ()
@@ -296,21 +297,24 @@ def _choices(options, gold) -> tuple[dict[int, str], object]:
 
 def _golds(value) -> list[str | None]:
     """The gold answers in a cell as text; None for what no response could give in a box."""
-    golds = {}
+    golds = []
     for plain in _open(value):
+        if PLAIN.fullmatch(text := str(plain)):
+            golds.append(text)
+            continue
         found = [] if isinstance(plain, dict) else gold_answers(plain)
-        for gold in found:
-            golds[gold if _comes_back(gold) else None] = 1
-        if not found and len(str(plain).strip()) > 4:  # not None, N/A, #N/A, NaN
-            golds[None] = 1
-    return list(golds)
+        golds += [gold if _comes_back(gold) else None for gold in found]
+        if not found and len(text) > 4:  # not None, N/A, #N/A, NaN
+            golds.append(None)
+    return golds if len(golds) < 2 else list(dict.fromkeys(golds))
 
 
 def _comes_back(gold: str) -> bool:
     """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
     if len(gold) > 300 or gold.startswith(('{"', "{'")):  # JSON that is cut off
         return False
-    return bool(PLAIN.fullmatch(gold)) or equal(extract_answer(f"\\boxed{{{gold}}}"), gold)
+    answer = gold if PLAIN.fullmatch(gold) else extract_answer(f"\\boxed{{{gold}}}")
+    return answer == gold or equal(answer, gold)
 
 
 def _open(value) -> list:
@@ -349,7 +353,7 @@ def _open_text(text: str) -> list:
 
 
 # -------------------------------------------------- files -------------------------------------------------
-def _read(name: str, train: bool) -> tuple[object, dict[object, list[dict]]]:
+def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
     """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder."""
     folder, _, part = name.partition("_")
     given, split = os.path.expanduser(name), ""
@@ -360,11 +364,11 @@ def _read(name: str, train: bool) -> tuple[object, dict[object, list[dict]]]:
     is_local = name and name not in BENCHMARKS and path.exists()
     if is_local and path.is_dir():
         source, files = _files_of(path, split, train)
-        return source, {file: _read_file(file) for file in files}
+        return source, {str(file): _read_file(file) for file in files}
     if is_local and _kind(path) in FILES:
         if split:
             raise UserError(f"{path} is a file, which has no split '{split}'; name the file alone.")
-        return path, {path: _read_file(path)}
+        return str(path), {str(path): _read_file(path)}
     likely = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
     if likely and not path.exists():
         raise UserError(f"there is no file {path}.")

@@ -263,7 +263,7 @@ def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, l
     if not options:
         return text, _golds(gold), 0
     texts, right = _choices(options, gold)
-    if not texts or max(texts) >= len(LETTERS) or answer and right not in texts:
+    if not texts or max(texts) >= len(LETTERS) or answer and right not in [*texts]:
         naming = f", and column '{answer}' must name the right one" if answer else ""
         raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}{naming}.")
     order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
@@ -419,14 +419,12 @@ def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
     splits, rest = {}, []
     found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
-    for file in sorted(path.relative_to(folder) for path in found):
+    found = [path.relative_to(folder) for path in found]
+    for file in sorted(file for file in found if not ABOUT.search(str(file))):
         parts = re.sub("set|data", "", "/".join(file.parts[::-1]))  # trainset, test_data
         words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", parts)
         told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
-        if _kind(file) not in FILES:
-            rest.append(file)
-        elif not ABOUT.search(str(file)):
-            splits.setdefault(told, []).append(file)
+        (splits.setdefault(told, []) if _kind(file) in FILES else rest).append(file)
     split = SPLITS.get(split, split) or (_meant(splits, train, folder) if splits else "")
     if split not in splits:
         raise UserError(f"{folder} has no {split or 'data'} in files of {', '.join(FILES)}.")

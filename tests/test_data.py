@@ -83,6 +83,8 @@ BAD_FILES = {
                           "row 1 has no column 'Incorrect Answer 2'"),
     "no right choice": ("a.jsonl", '{"question": "p", "choices": ["x", "y"], "answer": "C"}',
                         "row 1: its choices must be a list of at most 10, and column 'answer'"),
+    "a dict as right choice": ("a.jsonl", '{"question": "q", "choices": ["x"], "answer": {"a": 1, "b": 2}}',
+                               "and column 'answer' must name the right one"),
     "choices are text": ("a.jsonl", '{"question": "q", "options": "x, y", "answer": "A"}',
                          "row 1: its choices must be a list of at most 10, and"),
 }
@@ -141,7 +143,8 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behi
     ({"gsm_dev.jsonl.gz": 1, "gsm_trainData.tsv": 2, "README.md": "#"}, ":dev", [1], [1]),
     ({"trainset.json": 1, "math-testdata.csv": 2}, "", [1], [2]), ({"latest.csv": 1}, "", [1], [1]),
     ({"eval.json": 1, "rest.jsonl": 2}, "", [2], [1]),
-    ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x"}, "", [1, 2], [1, 2]), ({"test.csv": 1}, "", [1], [1]),
+    ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x", ".git/x": ""}, "", [1, 2], [1, 2]),
+    ({"test.csv": 1}, "", [1], [1]),
     (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":training", [2, 1], [2, 1]),
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
@@ -168,8 +171,8 @@ def test_a_folders_splits_are_chosen_by_name_and_shown(files, split, trained, ev
             assert [(row.question, row.answer) for row in rows] == [
                 (ROWS[n - 1]["problem"], str(ROWS[n - 1]["answer"])) for n in found]
             printed = capsys.readouterr().out
-            hidden = ("cache-1.arrow", "state.json", "dataset_dict.json", ".cache/2.jsonl")
-            assert all(name in printed for name in files if not name.endswith(hidden))
+            hidden = ("cache-1.arrow", "state.json", "dataset_dict.json", ".cache/2.jsonl", ".git/x")
+            assert all((name in printed) != name.endswith(hidden) for name in files)
 
 
 def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
@@ -207,7 +210,7 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
     *[({"question": "q", "answer": cell}, "40") for cell in (
         str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
-        str(b"40"), '[null,"40"]',
+        str(b"40"), '[null,"40"]', '{"answer": "40"}',
         '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
         "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
     *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python

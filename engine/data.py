@@ -69,8 +69,7 @@ ABOUT = re.compile(r"(^|/)(\..*|cache-.*\.arrow|(dataset_infos?|dataset_dict|sta
 # columns that are part of a prompt: text before or behind the question, a system turn; the rest are refused
 PART = re.compile(
     r"(?P<before>(?:instruction|body|context|passage|paragraph|article|document|story|table|schema)s?|"
-    r"background)|"
-    r"(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
+    r"background)|(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
     r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?|"
     r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
 # a chat that was written as text

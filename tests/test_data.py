@@ -210,7 +210,7 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
     *[({"question": "q", "answer": cell}, "40") for cell in (
         str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
-        str(b"40"), '[null,"40"]', '{"answer": "40"}',
+        str(b"40"), '[null,"40",40]', '{"answer": "40"}', '{"answer": [40, 40]}',
         '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
         "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
     *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python

@@ -13,6 +13,7 @@ import zlib
 from collections import namedtuple
 from functools import lru_cache
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 
 from answers import LETTERS, equal, extract_answer, gold_answers
@@ -53,29 +54,40 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
-ABOUT = re.compile(r"(^|/)(\..*|(dataset_infos?|dataset_dict|state)\.json$)")  # files without rows
 SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
               validation="validation", valid="validation", val="validation", dev="validation")
-HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")  # name:config:split@revision
-QUESTION_FIELDS = "question problem Question Problem prompt query instruction messages input".split()
+QUESTION_FIELDS = ("question problem Question Problem prompt query question_stem instruction messages "
+                   "input").split()
 ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
-                 "expected_answer", "Correct Answer", "answerKey", "reward_model", "solution",
-                 "golden_answers", "answers")
+                 "expected_answer", "Correct Answer", "correct_answer", "answerKey", "reward_model",
+                 "solution", "golden_answers", "answers")
 GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds gold
-EMPTY, TURN = ("", "[]", "{}", "null"), {"role", "content", "text", "type"}
-# Other columns that are part of a prompt: text before or behind the question, a system turn. Or refused.
+# name:config:split@revision of the Hub
+HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
+# files without rows: hidden ones, those about a data set, the caches of `datasets`
+ABOUT = re.compile(r"(^|/)(\..*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json)$")
+# columns that are part of a prompt: text before or behind the question, a system turn; the rest are refused
 PART = re.compile(
-    r"(?P<before>instruction|body|context|passage|paragraph|article|document|story|background|table|schema)|"
-    r"(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
+    r"(?P<before>(?:instruction|body|context|passage|paragraph|article|document|story|table|schema)s?|"
+    r"background)|(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
     r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?|"
     r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
+# a chat that was written as text
+CHAT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from)""")
+# <answer>40</answer>, <final_answer>40
 TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
-CODED = re.compile(r"""[{\[(]\s*(?:[{\[(]|b?["']|null|None).*|\[[-\s\d.]+\]|b?(["']).*\1""", re.DOTALL)
-# Short text with a digit and braces that close, without a box, list or tag: it comes back as it is.
-PLAIN = re.compile(r"(?=.*\d)(?:[-\w+ .,/$^=()]++|\\(?!boxed|fbox)[a-zA-Z]++|\{[-\w+ .,/$^=()]*+\})+")
-LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)  # A. x, (b) x
+# text that may be JSON or Python: a list, a dict, a text in quotation marks
+CODED = re.compile(r"""\[.*\]|\{.*\}|b?(["']).*\1""", re.DOTALL)
+# a backslash that should be two, as in {"answer": "\frac{1}{2}"}, where \f would be a form feed
+SINGLE = re.compile(r"(?<!\\)\\(?=[a-tv-zA-Z][a-zA-Z])")
+# answers that come back out of a box as they are: signs, commands and pairs of braces, a digit, no box
+PLAIN = re.compile(r"(?=.*\d)(?!.*box)(?:[-\w+ .,/$^=()]|\\[a-zA-Z]|\{[-\w+ .,/$^=()]*\}){1,300}")
+# the letter before an option: A. x, (b) x
+LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
+# filled: all that hold something. parts: (place, column) of PART. needed: what every row must have
+Columns = namedtuple("Columns", "filled question answer parts needed")
 
 
 # ------------------------------------------------ problems ------------------------------------------------
@@ -107,66 +119,94 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     The columns are those given, else the benchmark's, else found by usual names; what is used and what is not
     is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
     control: tokens that a prompt may not hold. Raises UserError, with the row, on what cannot be used."""
-    source, rows = _read(name, train)
-    rows = [(where, row) for where, row in rows if name != "mmlu_stem" or row.get("subject") in STEM]
-    columns = {}  # and the first thing that each holds
-    for _, row in rows:
-        for column, value in row.items():
-            if columns.get(column) is None:
-                columns[column] = value if _is_filled(value) else None
-    filled = [column for column, value in columns.items() if value is not None]
+    source, tables = _read(name, train)
+    rows = [*chain.from_iterable(tables.values())]
+    columns = _find_columns(name, source, rows, question_field, answer_field)
+    problems, differ, lost, contrary = {}, set(), [], []
+    for file, table in tables.items():
+        for number, row in enumerate(table, 1):
+            where = f"{file}, row {number}"
+            problem, is_lost = _problem(row, len(problems), columns, control, where)
+            if is_lost:
+                lost.append(f"{where}: {str(row[columns.answer])[:80]!r}")
+            kept = problems.setdefault((problem.question, *problem.before), problem)
+            if kept is not problem:
+                differ |= {column for column in columns.filled if row.get(column) != kept.row.get(column)}
+                if problem.answer != kept.answer and not equal(problem.answer or "", kept.answer or ""):
+                    contrary.append(where)
+    problems = [*problems.values()]
+    print0(f"{name}: {_loading_line(problems, source, columns, len(rows), differ)}")
+    for fault, found in (("answers cannot be given in a box", lost),
+                         ("duplicates have another gold answer", contrary)):
+        if found:
+            print0(f"Warning: {name}: {len(found)} {fault}, the first in {found[0]}")
+    return problems
+
+
+def _find_columns(name: str, source: str, rows: list, question_field: str, answer_field: str) -> Columns:
+    """The columns of the question, its answer and the rest of its prompt. Raises UserError."""
+    first = {}  # of every column, what it holds first
+    for column in dict.fromkeys(chain.from_iterable(rows)):
+        first[column] = next((row[column] for row in rows if _is_filled(row.get(column))), None)
+    filled = [column for column, value in first.items() if value is not None]
     benchmark = BENCHMARKS.get(name, Benchmark(name, None))
     alone, named = question_field or benchmark.question, answer_field or benchmark.answer
-    question = alone or next((c for c in QUESTION_FIELDS if c in filled), "")
-    answer = named or next((c for c in ANSWER_FIELDS if c in filled), "")  # if found, rows may lack it
-    if not rows or not question:
-        wrong = f"has no question column that holds text (columns: {', '.join(columns)}); name it with"
-        raise UserError(f"{source} {f'{wrong} --question_field' if rows else 'holds no problems'}.")
-    others = [c for c in filled if c not in (question, answer) and not isinstance(columns[c], int | float)]
-    parts = sorted((match.lastgroup, c) for c in others if not alone and (match := PART.fullmatch(c)))
-    needed = {question, named, *(GPQA if GPQA[1] in columns else ())} - {""}
-    problems, differ = {}, set()
-    faults = {"answers cannot be given in a box": [], "duplicates have another gold answer": []}
-    lost, other = faults.values()
-    for where, row in rows:
-        if missing := needed - row.keys():
-            raise UserError(f"{where} has no column '{min(missing)}' (columns: {', '.join(row)}).")
-        text, before = _turns(row[question], f"{where}: column '{question}'")
-        text, before = _with_parts(text, before, row, parts, where)
-        text, golds, choices = _with_choices(text, row, answer, where)
-        if held := control and control.search("\n".join([text, *(said for _, said in before)])):
-            raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or "
-                            "end a turn; take it out, or give --prompt plain if the data brings a template.")
-        if None in golds:
-            golds.remove(None)
-            lost.append(f"{where}: {str(row[answer])[:80]!r}")
-        gold, *also = [*golds, ", ".join(golds)] if len(golds) > 1 else golds or [None]
-        problem = Row(text.strip(), gold, len(problems), choices, before, [], also, row)
-        kept = problems.setdefault((problem.question, *before), problem)
-        if kept is not problem:
-            differ |= {c for c in filled if row.get(c) != kept.row.get(c)}
-            other += [where] if gold != kept.answer and not equal(gold or "", kept.answer or "") else []
-    golds = [repr(problem.answer) for problem in problems.values() if problem.answer is not None]
-    asked = [question, *(column for _, column in parts)]
-    used = {answer, *asked, *(("choices", "options", *GPQA) if choices else [])}
-    unused = [column for column in filled if column not in used]
-    chats = sum(bool(problem.before) for problem in problems.values())
-    print0(f"{name}: {len(problems)} problems from {source}, question column '{' + '.join(asked)}'"
-           f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
-           f"{f'answer column {answer!r}' if answer else 'no answer column'} ({len(golds)} gold answers"
-           f"{': ' if golds else ''}{', '.join(golds[:2])}), {len(rows) - len(problems)} duplicates removed"
-           f"{', which differ in ' if differ & {*unused} else ''}{_some(sorted(differ & {*unused}))}"
-           f"{'; not used: ' if unused else ''}{_some(unused)}")
-    for words, found in faults.items():
-        if found:
-            print0(f"Warning: {name}: {len(found)} {words}, the first in {found[0]}")
-    return list(problems.values())
+    question = alone or next((column for column in QUESTION_FIELDS if column in filled), "")
+    answer = named or next((column for column in ANSWER_FIELDS if column in filled), "")
+    if not rows:
+        raise UserError(f"{source} holds no problems.")
+    if not question:
+        raise UserError(f"{source} has no question column that holds text (columns: {', '.join(first)}); "
+                        "name it with --question_field.")
+    others = [column for column in filled if not isinstance(first[column], int | float)]
+    others = [] if alone else [column for column in others if column not in (question, answer)]
+    parts = [(match.lastgroup, column) for column in others if (match := PART.fullmatch(column))]
+    needed = {question, named, *(GPQA if GPQA[1] in first else ())} - {""}
+    return Columns(filled, question, answer, sorted(parts), needed)
 
 
 def _is_filled(value) -> bool:
-    if isinstance(value, list | dict):  # parquet fills up with nulls
-        return any(map(_is_filled, value.values() if isinstance(value, dict) else value))
-    return value is not None and value == value and (not isinstance(value, str) or value.strip() not in EMPTY)
+    """Whether a cell holds anything; parquet fills lists and dicts up with nulls."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return any(map(_is_filled, value))
+    return value is not None and value == value and str(value).strip() not in ("", "[]", "{}", "null")
+
+
+def _problem(row: dict, number: int, columns: Columns, control, where: str) -> tuple[Row, bool]:
+    """(the problem of a row, whether it has a gold answer that no response could give). Raises UserError."""
+    if not columns.needed <= row.keys():
+        missing = min(columns.needed - row.keys())
+        raise UserError(f"{where} has no column '{missing}' (columns: {', '.join(row)}).")
+    text, before = _turns(row[columns.question], f"{where}: column '{columns.question}'")
+    for place, column in columns.parts:  # a system turn comes last
+        text, before = _with_part(text, before, place, row.get(column), f"{where}: column '{column}'")
+    text, golds, choices = _with_choices(text, row, columns.answer, where)
+    if held := control and control.search("\n".join([text, *(said for _, said in before)])):
+        raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or end a "
+                        "turn; take it out, or give --prompt plain if the data brings a template.")
+    given = [gold for gold in golds if gold is not None]
+    gold, *also = [*given, ", ".join(given)] if len(given) > 1 else given or [None]
+    return Row(text.strip(), gold, number, choices, before, [], also, row), None in golds
+
+
+def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int, differ: set) -> str:
+    """What was read and from which columns, the first gold answers, and what was not used."""
+    asked = [columns.question, *(column for _, column in columns.parts)]
+    choices = ("choices", "options", *GPQA) if any(problem.choices for problem in problems) else ()
+    unused = [column for column in columns.filled if column not in (columns.answer, *asked, *choices)]
+    chats = sum(bool(problem.before) for problem in problems)
+    golds = [problem.answer for problem in problems if problem.answer is not None]
+    shown = f"{len(golds)} gold answers{': ' if golds else ''}{', '.join(map(repr, golds[:2]))}"
+    words = [f"{len(problems)} problems from {source}", f"question column '{' + '.join(asked)}'"]
+    if chats:
+        words.append(f"{chats} with earlier turns, which replace those of --prompt")
+    words.append(f"{f'answer column {columns.answer!r}' if columns.answer else 'no answer column'} ({shown})")
+    words.append(f"{rows - len(problems)} duplicates removed")
+    if differ := sorted(differ & {*unused}):
+        words.append(f"which differ in {_some(differ)}")
+    return ", ".join(words) + (f"; not used: {_some(unused)}" if unused else "")
 
 
 def _some(names: list) -> str:
@@ -177,69 +217,54 @@ def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
     """(the question, the turns before it) of text, or of a chat whose last turn is the question."""
     turns = []
     try:
-        for turn in value if isinstance(value, list) else []:
-            parts = turn["content"] if isinstance(turn["content"], list) else [dict(text=turn["content"])]
-            turns.append((turn["role"], "".join([part["text"] for part in parts])))
-            held = [key for part in (turn, *parts) for key in {*part} - TURN if _is_filled(part[key])]
-            if any(part.get("type", "text") not in ("text", None) for part in parts) or any(
-                    (match := PART.fullmatch(key)) and match["refused"] for key in held):
-                raise KeyError  # an image, or the call of a tool
+        for turn in value if isinstance(value, list) else ():
+            content = turn["content"]
+            pieces = content if isinstance(content, list) else [dict(text=content)]
+            for piece in (turn, *pieces):
+                held = [match for key in piece if (match := PART.fullmatch(key)) and _is_filled(piece[key])]
+                if any(match["refused"] for match in held) or piece.get("type") not in ("text", None):
+                    raise KeyError  # an image, or the call of a tool
+            turns.append((turn["role"], "".join([piece["text"] for piece in pieces])))
         role, text = turns.pop() if isinstance(value, list) else ("user", value)
     except (TypeError, KeyError, IndexError, AttributeError):
-        role = ""
-    spoken = role == "user" and isinstance(text, str) and text.strip()
-    if not spoken or spoken[0] == "[" and re.match(r"""\[\s*\{\s*['"](role|content|from)""", spoken):
+        role, text = "", ""
+    if role != "user" or not isinstance(text, str) or not text.strip() or CHAT.match(text):
         raise UserError(f"{where} holds no text, nor a list of turns, each with a role and a content of text "
                         "alone (no image, no tool), the last of them the user's; see --question_field.")
     return text, turns
 
 
-def _with_parts(text: str, before: list, row: dict, parts: list, where: str) -> tuple[str, list]:
-    """(question, turns before it) with the text of the row's other columns that belong to a prompt."""
-    chat = before[:1]
-    for place, column in parts:  # a system turn comes last
-        more = row.get(column)
-        held = [text, *(said for _, said in before)]
-        again = isinstance(more, str) and (more.strip() in held or len(more) > 40 and more.strip() in text)
-        if not _is_filled(more) or again and place != "refused":  # some prompts hold it already
-            continue
-        fits = place == "system" and chat[0][0] == "user" if chat else place != "refused"
-        if not isinstance(more, str) or not fits:
-            raise UserError(f"{where}: column '{column}' seems to be part of the prompt, but cannot be put "
-                            "into it; --question_field, which takes one column alone, leaves it out.")
-        if place == "system":
-            before = [("system", more.strip()), *before]
-        else:
-            text = "\n\n".join([more.strip(), text][:: 1 if place == "before" else -1])
-    return text, before
+def _with_part(text: str, before: list, place: str, more, where: str) -> tuple[str, list]:
+    """(question, turns before it) with what another column has for this place."""
+    held = [text, *(said for _, said in before)]
+    # some prompts hold it already
+    is_held = isinstance(more, str) and (more.strip() in held or len(more) > 40 and more.strip() in text)
+    if not _is_filled(more) or is_held and place != "refused":
+        return text, before
+    begun = before[0][0] if before else ""
+    places = {"": ("before", "behind", "system"), "user": ("system",)}
+    if not isinstance(more, str) or place not in places.get(begun, ()):
+        raise UserError(f"{where} seems to be part of the prompt, but cannot be put into it; "
+                        "--question_field, which takes one column alone, leaves it out.")
+    if place == "system":
+        return text, [("system", more.strip()), *before]
+    return "\n\n".join([more.strip(), text] if place == "before" else [text, more.strip()]), before
 
 
 def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, list[str | None], int]:
     """(question, gold answers, number of choices); with lettered choices and the right letters if it has any.
 
-    They are GPQA's columns, or `choices` or `options`: a list, or labels and texts (ARC). The right one is
-    named by label, letter, text or index from 0. They are shuffled (GPQA's first is right) with a seed of the
-    question's own, alike in every run, unless the question lists them already."""
+    They are shuffled (GPQA's first is right) with a seed of the question's own, alike in every run, unless
+    the question lists them already."""
     options, gold = row.get("choices") or row.get("options"), row.get(answer)
     if GPQA[1] in row:
         options, gold = [row[column] for column in GPQA], 0
     if not options:
         return text, _golds(gold), 0
-    labels = LETTERS
-    if isinstance(options, dict):
-        labels, options = options.get("label", [*options]), options.get("text", [*options.values()])
-    listed = isinstance(options, list) and not any(isinstance(option, dict | list) for option in options)
-    texts = {i: str(text).strip() for i, text in enumerate(options) if listed and _is_filled(text)}
-    right, *_ = [gold] if isinstance(gold, int) else [*_open(gold), None]
-    if isinstance(right, str) and not right.isdecimal():
-        right = next((i for i in texts if texts[i] == right), right)
-    right = {str(label): i for i, label in enumerate(labels)}.get(str(right), right)
-    if not texts or max(texts) >= len(LETTERS) or answer and right not in texts:
-        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}, and column "
-                        f"'{answer}' must name the right one.")
-    marks = {i: LETTERED.match(option) for i, option in texts.items()}
-    if all(mark and mark[1].upper() == LETTERS[i] for i, mark in marks.items()):  # letters of their own
-        texts = {i: option[marks[i].end():] for i, option in texts.items()}
+    texts, right = _choices(options, gold)
+    if not texts or max(texts) >= len(LETTERS) or answer and right not in [*texts]:
+        naming = f", and column '{answer}' must name the right one" if answer else ""
+        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}{naming}.")
     order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
     letters = dict(zip(order, LETTERS))
     if all(re.search(rf"(?<!\w){LETTERS[i]}\s*[.):\]]\s*{re.escape(texts[i])}", text) for i in texts):
@@ -250,80 +275,115 @@ def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, l
     return text, golds, LETTERS.index(max(letters.values())) + 1
 
 
+def _choices(options, gold) -> tuple[dict[int, str], object]:
+    """({index: option without its letter}, the right one's index, which is named by label, letter, text or
+    index from 0); options: a list, or a dict of labels and texts (ARC) or {label: text}."""
+    labels = LETTERS
+    if isinstance(options, dict):
+        labels, options = options.get("label", [*options]), options.get("text", [*options.values()])
+    if not isinstance(options, list) or any(isinstance(option, dict | list) for option in options):
+        return {}, None
+    texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
+    right = gold if isinstance(gold, int) else next(iter(_open(gold)), None)
+    if isinstance(right, str) and not right.isdecimal():
+        right = next((i for i in texts if texts[i] == right), right)
+    right = {str(label): i for i, label in enumerate(labels)}.get(str(right), right)
+    marks = {i: LETTERED.match(option) for i, option in texts.items()}
+    if all(mark and mark[1].upper() == LETTERS[i:i + 1] for i, mark in marks.items()):
+        texts = {i: option[marks[i].end():] for i, option in texts.items()}
+    return texts, right
+
+
 def _golds(value) -> list[str | None]:
     """The gold answers in a cell as text; None for what no response could give in a box."""
-    if isinstance(value, str) and len(value) <= 300 and PLAIN.fullmatch(value.strip()):
-        return [value.strip()]
-    golds = {}
+    golds = []
     for plain in _open(value):
+        if PLAIN.fullmatch(text := str(plain)):
+            golds.append(text)
+            continue
         found = [] if isinstance(plain, dict) else gold_answers(plain)
-        missing = not isinstance(plain, dict) and len(str(plain)) <= 4  # None, N/A, #N/A, NaN
-        golds |= {gold if _comes_back(gold) else None: 1 for gold in found or ([] if missing else [""])}
-    return list(golds)
+        golds += [gold if _comes_back(gold) else None for gold in found]
+        if not found and len(text) > 4:  # not None, N/A, #N/A, NaN
+            golds.append(None)
+    return golds if len(golds) < 2 else list(dict.fromkeys(golds))
 
 
-@lru_cache(maxsize=10_000)
-def _comes_back(gold: str) -> bool:  # a text of more than 300 characters is about an answer
+def _comes_back(gold: str) -> bool:
+    """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
+    if len(gold) > 300 or gold.startswith(('{"', "{'")):  # JSON that is cut off
+        return False
     answer = gold if PLAIN.fullmatch(gold) else extract_answer(f"\\boxed{{{gold}}}")
-    return len(gold) <= 300 and (answer == gold or equal(answer, gold))
+    return answer == gold or equal(answer, gold)
 
 
 def _open(value) -> list:
     """The plain values in a cell of gold answers: in bytes, lists, tags, dicts, text that is JSON or Python.
 
     A dict with several keys, none of which is known, stays."""
-    value = value.decode(errors="replace") if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        return _open_text(value.strip())
     if isinstance(value, list | tuple | set):
-        return [plain for item in value for plain in _open(item)]
-    if isinstance(value, dict):
-        held = {key: item for key, item in value.items() if _is_filled(item)}
-        known = [held[key] for key in GOLD_KEYS if key in held]
-        known = known or [item for item in held.values() if len(held) == 1 or isinstance(item, dict)]
-        return _open(known[0]) if known else [value] if held else []
-    if not isinstance(value, str) or len(value) <= 300 and PLAIN.fullmatch(value):
+        return [*chain.from_iterable(map(_open, value))]
+    if not isinstance(value, dict):
         return [value]
-    value = re.sub(r"\barray\((\[.*?\])(?:,\s*dtype=\w+)?\)", r"\1", value.strip())  # numpy
-    value = re.sub(r"^```\w*\s*|\s*```$", "", value)
-    if tagged := TAGGED.findall(value):
+    held = {key: item for key, item in value.items() if _is_filled(item)}
+    known = [held[key] for key in GOLD_KEYS if key in held]
+    known = known or [item for item in held.values() if len(held) == 1 or isinstance(item, dict)]
+    return _open(known[0]) if known else [held] if held else []
+
+
+def _open_text(text: str) -> list:
+    """The plain values in text; mathematics that looks like Python, such as the point [1, 2], stays."""
+    if "<" in text and (tagged := TAGGED.findall(text)):
         return _open(tagged[-1])
-    coded = CODED.fullmatch(value) and (value[0] == "{" or gold_answers(value) == [value])
-    for decode in (json.loads, ast.literal_eval) if coded else ():
+    if not CODED.fullmatch(text) or text[0] == "[" and gold_answers(text) != [text]:
+        return [text]
+    for decode in (json.loads, ast.literal_eval):
         try:
-            plain = _open(decode(value))
+            value = decode(SINGLE.sub(r"\\\\", text))
         except (ValueError, SyntaxError, TypeError):
             continue
-        # a point or an interval is no list of answers
-        numbers = len(plain) > 1 and any(isinstance(item, int | float) for item in plain)
-        return [value] if numbers else plain
-    return [{}] if re.match(r"""\{\s*["']""", value) else [value]
+        plain = _open(value)
+        is_point = len(plain) > 1 and all(isinstance(item, int | float) for item in plain)
+        return [text] if is_point and not isinstance(value, dict) else plain
+    return [text]
 
 
 # -------------------------------------------------- files -------------------------------------------------
-def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
-    """What a benchmark, Hub data set, local file or folder is read from; its rows, each with its place."""
+def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
+    """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder."""
     folder, _, part = name.partition("_")
-    toy = TOY.parent / folder / f"{part or 'train'}.jsonl"
-    path, split, hub = toy if name in TOYS else Path(os.path.expanduser(name)), "", HUB_ID.fullmatch(name)
-    outer, _, word = os.path.expanduser(name).rpartition(":")
+    given, split = os.path.expanduser(name), ""
+    path = TOY.parent / folder / f"{part or 'train'}.jsonl" if name in TOYS else Path(given)
+    outer, _, word = given.rpartition(":")
     if not path.exists() and len(outer) > 1 and os.path.exists(outer):
         path, split = Path(outer), word
-    local = name and name not in BENCHMARKS and path.exists()
-    if local and (path.is_dir() or _kind(path) in FILES):
-        if split and path.is_file():
+    is_local = name and name not in BENCHMARKS and path.exists()
+    if is_local and path.is_dir():
+        source, files = _files_of(path, split, train)
+        return source, {str(file): _read_file(file) for file in files}
+    if is_local and _kind(path) in FILES:
+        if split:
             raise UserError(f"{path} is a file, which has no split '{split}'; name the file alone.")
-        source, files = _files_of(path, split, train) if path.is_dir() else (path, [path])
-        tables = {file: _read_file(file) for file in files}
-        return source, [(f"{file}, row {n}", row) for file in files for n, row in enumerate(tables[file], 1)]
+        return str(path), {str(path): _read_file(path)}
     likely = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
     if likely and not path.exists():
         raise UserError(f"there is no file {path}.")
-    if local or name not in BENCHMARKS and not hub:
+    if is_local or name not in BENCHMARKS and not HUB_ID.fullmatch(name):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
                         "owner/name, owner/name:config:split or owner/name@revision, a folder, folder:split, "
                         f"or a local {', '.join(FILES)} file.")
-    source, config, split, revision = hub.groups() if hub else (name, None, None, None)
-    benchmark, rows = BENCHMARKS.get(name, Benchmark(source, split or None, configs=(config or None,))), []
-    source = benchmark.hub_id
+    return _read_hub(name, train)
+
+
+def _read_hub(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
+    """What `_read` returns, of a benchmark or a data set of the Hub."""
+    hub = HUB_ID.fullmatch(name)
+    hub_id, config, split, revision = hub.groups() if hub else (name, None, None, None)
+    benchmark = BENCHMARKS.get(name, Benchmark(hub_id, split or None, configs=(config or None,)))
+    source, rows = benchmark.hub_id, []
     try:
         import datasets  # not above: it takes half a second, and local text does without
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
@@ -333,13 +393,13 @@ def _read(name: str, train: bool) -> tuple[str, list[tuple[str, dict]]]:
                 split = _meant(data, train, f"{benchmark.hub_id}:{config or ''}")
                 source, data = f"{benchmark.hub_id}, split {split}", data[split]
             rows += _rows(data.with_format("arrow")[:])
-        return source, [(f"{benchmark.hub_id}, row {n}", row) for n, row in enumerate(rows, 1)]
     except UserError:
         raise
     except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
         error = error.__cause__ or error
         doubt = " (no network, gated, or no such name?)" if isinstance(error, OSError) else ""
         raise UserError(f"{name} cannot be read{doubt}: {' '.join(str(error).split())}") from None
+    return source, {benchmark.hub_id: [row for row in rows if name != "mmlu_stem" or row["subject"] in STEM]}
 
 
 def _kind(path: Path) -> str:
@@ -356,21 +416,19 @@ def _meant(splits: dict, train: bool, source) -> str:
 
 def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
     """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
-    splits = {None: []}  # None: no data
+    splits, rest = {}, []
     found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
-    for path in sorted(path for path in found if not ABOUT.search(str(path.relative_to(folder)))):
-        file, state = path.relative_to(folder), path.with_name("state.json")
-        # the state.json of save_to_disk names its files; others are caches, or left from before
-        stale = path.suffix == ".arrow" and state.is_file() and path.name not in state.read_text()
-        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", "/".join(file.parts[::-1]))
+    found = [path.relative_to(folder) for path in found]
+    for file in sorted(file for file in found if not ABOUT.search(str(file))):
+        parts = re.sub("set|data", "", "/".join(file.parts[::-1]))  # trainset, test_data
+        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", parts)
         told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
-        splits.setdefault(None if stale or _kind(path) not in FILES else told, []).append(file)
-    rest = splits.pop(None)
+        (splits.setdefault(told, []) if _kind(file) in FILES else rest).append(file)
     split = SPLITS.get(split, split) or (_meant(splits, train, folder) if splits else "")
     if split not in splits:
         raise UserError(f"{folder} has no {split or 'data'} in files of {', '.join(FILES)}.")
     files = splits.pop(split)
-    rest = sum(splits.values(), []) + rest
+    rest = [*chain.from_iterable(splits.values()), *rest]
     words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
     return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]
 
@@ -379,7 +437,7 @@ def _read_file(path: Path) -> list[dict]:
     """The rows of a file, packed by gzip or not; all text of .csv and .tsv. Raises UserError.
 
     `datasets` does not name the broken line; of a .csv file it reads 007 as 7, and N/A as nothing."""
-    kind, number, rows = _kind(path), 0, []
+    kind, number = _kind(path), 0
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
@@ -388,30 +446,36 @@ def _read_file(path: Path) -> list[dict]:
             reader = ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream
             data = BufferReader(data)
             return _rows(parquet.read_table(data) if kind == ".parquet" else reader(data).read_all())
-        # -sig: some editors write a byte order mark; newline: \r\n becomes \n
-        text = StringIO(data.decode("utf-8-sig"), newline=None).getvalue()
+        text = data.decode("utf-8-sig")  # -sig: some editors write a byte order mark
         if kind == ".json":
             rows = json.loads(text)
         elif kind == ".jsonl":
+            rows = []
             for number, line in enumerate(text.split("\n")):  # splitlines() also splits at U+2028
                 rows += [json.loads(line)] if line.strip() else []
         else:
-            csv.field_size_limit(2**31 - 1)
-            lines = csv.reader(StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
-            header, *lines = [line for line in lines if line] or [[]]
-            if ragged := [n for n, line in enumerate(lines, 1) if len(line) != len(header)]:
-                raise ValueError(f"row {ragged[0]} has more or fewer fields than the first line")
-            if len({*header}) < len(header):
-                raise ValueError("two of its columns have the same name")
-            rows = [dict(zip(header, line)) for line in lines]
+            rows = _read_csv(text, "\t" if kind == ".tsv" else ",")
     except ImportError:
         raise UserError(f"{path} is read with pyarrow: pip install datasets, which brings it.") from None
     except (ValueError, OSError, EOFError, zlib.error, csv.Error) as error:
-        where = f", line {number + getattr(error, 'lineno', 1)}" if kind in (".json", ".jsonl") else ""
+        where = f", line {number + error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         reason = getattr(error, "msg", first_line(error))
         raise UserError(f"{path}{where} is not valid {kind[1:].upper()}: {reason.rstrip('.')}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} must hold a list of objects, each with a question.")
+    return rows
+
+
+def _read_csv(text: str, delimiter: str) -> list[dict]:
+    csv.field_size_limit(2**31 - 1)
+    lines = filter(None, csv.reader(StringIO(text, newline=None), delimiter=delimiter, strict=True))
+    header, rows = next(lines, []), []
+    if len({*header}) < len(header):
+        raise ValueError("two of its columns have the same name")
+    for line in lines:
+        if len(line) != len(header):
+            raise ValueError(f"row {len(rows) + 1} has more or fewer fields than the first line")
+        rows.append(dict(zip(header, line)))
     return rows
 
 

@@ -67,17 +67,21 @@ def read_variables(text: str) -> dict:
                         '\'{"enable_thinking": false}\', true and false without quotation marks.') from None
 
 
+def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
+    """The text of these turns; "" if the chat template takes no such turns: what it raises is its own."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begin)
+    except Exception:
+        return ""
+
+
 def control_tokens(tokenizer, path: str) -> re.Pattern:
     """What no text of the data may hold: special tokens, and those that the template puts around a turn.
 
     Prints a warning if the template does not begin the assistant's turn."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    try:
-        asked, begun = render(CHAT[:1]), render(CHAT[:1], add_generation_prompt=True)
-        before, said, _ = render(CHAT).partition("forty-two")
-    except Exception:  # it takes no such turns; what it raises is its own
-        asked = begun = before = said = ""
-    if said and asked.strip() == begun.strip() != before.strip():
+    asked, begun = _render(tokenizer, CHAT[:1]), _render(tokenizer, CHAT[:1], begin=True)
+    before, said, _ = _render(tokenizer, CHAT).partition("forty-two")
+    if asked and said and asked.strip() == begun.strip() != before.strip():
         print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so a prompt lacks what "
                f"begins the assistant's turn, {before.removeprefix(asked)!r}; fix it or give --prompt plain.")
     around = os.path.commonprefix([begun, before])
@@ -92,10 +96,7 @@ def end_of_turn(tokenizer) -> list[int]:
     Some end the last turn with another token than those before (GPT-OSS), some with the next turn (GLM)."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     for turns in (CHAT, [*CHAT, CHAT[0]]):
-        try:
-            _, said, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("forty-two")
-        except Exception:  # it takes no such turns; what it raises is its own
-            continue
+        _, said, after = _render(tokenizer, turns).rpartition("forty-two")
         ids = tokenizer.encode(after, add_special_tokens=False) if said else []
         if ends := [i for i in ids if i in special]:
             return ends

@@ -65,28 +65,26 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
 
 BAD_FILES = {
     "broken line": ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n', "line 3 is not valid JSONL: Exp"),
-    "not UTF-8": ("a.jsonl", "\udce9", "line 1 is not valid JSONL: 'utf-8' codec"),
+    "not UTF-8": ("a.jsonl", "\udce9", "a.jsonl is not valid JSONL: 'utf-8' codec"),
     "empty": ("a.jsonl", "", "a.jsonl holds no problems"),
     "an object": ("a.json", '{"problem": "p"}', "must hold a list of objects"),
     "a comma too many": ("a.csv", "problem,answer\np,1\nq, 2,3\n", "not valid CSV: row 2 has more or fewer"),
-    "a field too few": ("a.tsv", "problem\tanswer\np\n", "a.tsv is not valid TSV: row 1 has more or"),
     "an open quote": ("a.csv", 'problem,answer\n"p,1\n', "is not valid CSV: unexpected end of data"),
-    "not UTF-8, csv": ("a.csv", "problem\n\udce9", "is not valid CSV: 'utf-8' codec"),
     "semicolons": ("a.csv", "problem;answer\np;1\n", "that holds text (columns: problem;answer); name"),
     "another kind": ("a.xlsx", "x", "or a local .json, .jsonl, .csv, .tsv, .parquet, .arrow file"),
     "a pointer of git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\nsize 1\n",
                              "a.parquet is not valid PARQUET: Could not open Parquet"),
     "a cut gz": ("a.csv.gz", "\x1f\udc8b\b\0\0\0\0\0\0\0", "a.csv.gz is not valid CSV: Compressed file"),
-    "no gz": ("a.arrow.gz", "no", "a.arrow.gz is not valid ARROW: "),
     "two columns of one name": ("a.csv", "problem,a,a\n1,2,3", "two of its columns have the same name"),
     "no question": ("a.jsonl", '{"text": "p", "x": 1}', "that holds text (columns: text, x); name"),
     "question missing": ("a.jsonl", '{"problem": "p"}\n{"x": 1}', "row 2 has no column 'problem' (col"),
-    "question is blank": ("a.jsonl", '{"problem": "p"}\n{"problem": " "}', "row 2: column 'problem' holds"),
     "question is null": ("a.jsonl", '{"problem": "p"}\n{"problem": null}', "row 2: column 'problem' holds "),
     "GPQA, two choices": ("a.jsonl", '{"Question": "p", "Correct Answer": "y", "Incorrect Answer 1": "x"}',
                           "row 1 has no column 'Incorrect Answer 2'"),
     "no right choice": ("a.jsonl", '{"question": "p", "choices": ["x", "y"], "answer": "C"}',
                         "row 1: its choices must be a list of at most 10, and column 'answer'"),
+    "a dict as right choice": ("a.jsonl", '{"question": "q", "choices": ["x"], "answer": {"a": 1, "b": 2}}',
+                               "and column 'answer' must name the right one"),
     "choices are text": ("a.jsonl", '{"question": "q", "options": "x, y", "answer": "A"}',
                          "row 1: its choices must be a list of at most 10, and"),
 }
@@ -143,8 +141,10 @@ FOLDERS = [  # files: the row of ROWS that each holds, or its text; what is behi
     ({"data/train-00000-of-00002.parquet": 1, "data/train-00001-of-00002.parquet": 2,
       "data/validation-00000-of-00001.parquet": 3}, "", [1, 2], [3]),
     ({"gsm_dev.jsonl.gz": 1, "gsm_trainData.tsv": 2, "README.md": "#"}, ":dev", [1], [1]),
+    ({"trainset.json": 1, "math-testdata.csv": 2}, "", [1], [2]), ({"latest.csv": 1}, "", [1], [1]),
     ({"eval.json": 1, "rest.jsonl": 2}, "", [2], [1]),
-    ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x"}, "", [1, 2], [1, 2]), ({"test.csv": 1}, "", [1], [1]),
+    ({"0.jsonl": 1, "1.csv": 2, ".cache/2.jsonl": "x", ".git/x": ""}, "", [1, 2], [1, 2]),
+    ({"test.csv": 1}, "", [1], [1]),
     (SAVED, "", [3], [3]), ({"train_sft.json": 1, "train_rl.json": 2}, ":training", [2, 1], [2, 1]),
     ({f"train/{name}": held for name, held in SAVED.items()} | {"test/a.jsonl": 1, "dataset_dict.json": "{}"},
      "", [3], [1]),
@@ -171,8 +171,8 @@ def test_a_folders_splits_are_chosen_by_name_and_shown(files, split, trained, ev
             assert [(row.question, row.answer) for row in rows] == [
                 (ROWS[n - 1]["problem"], str(ROWS[n - 1]["answer"])) for n in found]
             printed = capsys.readouterr().out
-            hidden = ("state.json", "dataset_dict.json", ".cache/2.jsonl")
-            assert all(name in printed for name in files if not name.endswith(hidden))
+            hidden = ("cache-1.arrow", "state.json", "dataset_dict.json", ".cache/2.jsonl", ".git/x")
+            assert all((name in printed) != name.endswith(hidden) for name in files)
 
 
 def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
@@ -198,23 +198,19 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
 @pytest.mark.parametrize("row, answer", [
     ({"Question": "q", "Answer": "7"}, "7"),
     ({"question": "q", "final_answer": ["3"]}, "3"),
-    ({"prompt": "q", "answer": 142}, "142"),
     ({"problem": "q"}, None),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": 1}, "1"),
     ({"problem": "q", "reward_model": {"ground_truth": "#### 1,040"}}, "1,040"),
     ({"problem": "q", "answer": math.nan}, None),
     ({"question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
-    ({"question": "q", "answer": "", "solution": "\\boxed{3}"}, "3"),
-    ({"problem": "q", "answer": " "}, None),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
-    ({"problem": "q", "answer": 0}, "0"),
     ({"question": "q", "answer": " Washington, D.C. ", "hint": "east"}, "Washington, D.C."),
     ({"problem": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
     ({"question": "q", "reward_model": TARGET}, "40"), ({"question": "q", "golden_answers": ["40"]}, "40"),
     *[({"question": "q", "answer": cell}, "40") for cell in (
         str(TARGET), json.dumps(TARGET), json.dumps(json.dumps(TARGET)), '"40"', "[40]", '[["40"]]',
-        str(b"40"), '[null,"40"]', "{'x': array(['40'], dtype=object)}", '```json\n{"answer": 40}\n```',
+        str(b"40"), '[null,"40",40]', '{"answer": "40"}', '{"answer": [40, 40]}',
         '[{"value": "40", "unit": "m"}]', dict(i=3, x=dict(Y="40")), "<ANSWER>40",
         "<think>\\boxed{1}</think><answer> 40 </answer>", "so <final_answer>\\boxed{40}", [TOLD])],
     *[({"question": "q", "answer": cell}, cell) for cell in (  # mathematics that looks like Python
@@ -222,8 +218,10 @@ TARGET = {"style": "rule", "ground_truth": {"target": ["40"]}}
     ({"question": "q", "answer": "['$\\frac{1}{2}$']"}, "$\\frac{1}{2}$"),
     ({"question": "q", "answer": dict(ground_truth=None, x=None)}, None),
     *[({"question": "q", "answer": cell}, LOST) for cell in (
-        CODE, str(CODE), json.dumps(CODE), "the final answer", "40\\", "\\boxed{40",
+        CODE, str(CODE), json.dumps(CODE), "the final answer", "\\boxed{40",
         "For a proof " * 30, dict(target=dict(x=1, y=2)), '{"answer": "40')],
+    *[({"question": "q", "answer": cell}, "\\frac{1}{2}") for cell in (  # with one backslash
+        '{"answer": "\\frac{1}{2}"}', '["\\frac{1}{2}", null]', "{'answer': '\\frac{1}{2}'}")],
 ])
 def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
     file = write(tmp_path / "a.jsonl", [row])
@@ -248,22 +246,19 @@ def test_class_labels_and_bytes_are_read(tmp_path):
 REFUSED = "seems to be part of the prompt, but cannot be put into it; --question_field, which takes one col"
 COLUMNS = [  # a row: its question, the turns before it, the end of the loading line; or a refusal
     ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "Add.\n\n1 and 2", [], "not used: output"),
-    ({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, "Add 1 and 2.", [], "not used: output"),
     ({"instruction": "x^2?", "input": "2"}, "x^2?\n\n2", [], "'instruction + input'"),
     ({"question": "a b " * 20 + "?", "context": "a b " * 20}, "a b " * 20 + "?", [], "'question + context'"),
-    ({"Instruction": "Add.", "question": "1+2?"}, "Add.\n\n1+2?", [], "column 'question + Instruction'"),
     ({"context": "Two cows.", "question": "How many?"}, "Two cows.\n\nHow many?", [], "'question + context'"),
     ({"Body": "Two cows.", "Question": "How many?", "Type": "x"}, "Two cows.\n\nHow many?", [], "used: Type"),
     ({"system": "Box it.", "query": "q"}, "q", [("system", "Box it.")], "1 with earlier turns"),
     ({"passage": "P", "system_prompt": "S", "question": "q"}, "P\n\nq", [("system", "S")], "+ passage + s"),
-    ({"system": "S", "prompt": [dict(role="user", content="q")]}, "q", [("system", "S")], "1 with earlier"),
     ({"question": "q", "image": {"x": None}, "tools": "[]", "has_image": 1}, "q", [], "used: has_image"),
     ({"problem": "<image>How many?", "images": ["x.png"]}, "column 'images' " + REFUSED),
     ({"system": "S", "prompt": [SYSTEM_TURN, USER]}, "column 'system' " + REFUSED),
     ({"system": "Box it.", "prompt": [SYSTEM_TURN, USER]}, "q", [("system", "Box it.")], "'prompt + system'"),
     ({"question": "q", "tools": '[{"name": "f"}]'}, "column 'tools' " + REFUSED),
-    ({"question": "q", "image_url": "x.png"}, "column 'image_url' " + REFUSED),
     ({"question": "q", "history": [["a", "b"]]}, "column 'history' " + REFUSED),
+    ({"question": "q", "paragraphs": [dict(title="a")]}, "column 'paragraphs' " + REFUSED),
     ({"question": "q", "context": dict(title=["a"])}, "column 'context' " + REFUSED),
     ({"context": "c", "messages": EARLIER + [dict(role="user", content="q")]}, "column 'context' " + REFUSED)]
 
@@ -290,41 +285,30 @@ def test_what_duplicates_do_not_share_is_said(tmp_path, capsys):
     assert f"1 duplicates have another gold answer, the first in {file}, row 4\n" in printed
 
 
-def test_named_columns_are_read(tmp_path):
+def test_columns_are_named_or_found_in_all_rows(tmp_path):
+    """The first row has no answer, and a column is empty in all of them."""
     file = write(tmp_path / "a.jsonl", [{"x": "q", "y": 1, "question": "no", "answer": 2}])
     assert questions_and_answers(file, question_field="x", answer_field="y") == [("q", "1")]
     with pytest.raises(UserError, match=r"row 1 has no column 'z' \(columns: x, y, question, answer\)"):
         load_problems(file, "x", "z")
-
-
-def test_columns_are_found_in_all_rows(tmp_path):
-    """The first row has no answer, and a column is empty in all of them."""
     rows = [{"problem": None, "question": "p", "x": 1}, {"problem": None, "question": "q", "answer": 2}]
-    assert questions_and_answers(write(tmp_path / "a.jsonl", rows)) == [("p", None), ("q", "2")]
+    assert questions_and_answers(write(tmp_path / "b.jsonl", rows)) == [("p", None), ("q", "2")]
 
 
 # ------------------------------------------------- chats -------------------------------------------------
 CHATS = {  # name: (the column, the turns before its question "q")
     "one turn": ([USER], []),
-    "a system turn": ([SYSTEM_TURN, USER], [("system", "Box it.")]),
     "several turns": ([*EARLIER, USER], [("user", "1+1?"), ("assistant", "\\boxed{2}")]),
-    "parts": ([dict(role="user", content=[dict(type="text", text="q"), dict(type="text", text="")])], []),
     "parts of a parquet file": ([dict(role="user", content=[dict(type="text", text="q", image=None)])], []),
     "an answer last": ([USER, EARLIER[1]], None),
-    "no turn of the user": ([SYSTEM_TURN], None),
     "no turn": ([], None),
     "a call of a tool": ([dict(USER, tool_calls=[dict(name="f")])], None),
     "no call of a tool": ([dict(USER, tool_calls=None, name=None)], []),
-    "no text": ([dict(role="user", content=[dict(type="image", text=""), dict(text="q")])], None),
     "an image beside": ([dict(role="user", content=[dict(type="text", text="q", image_url="x")])], None),
     "an image": ([dict(role="user", content=[dict(type="image", text=None), dict(text="q")])], None),
-    "a part alone": ([dict(role="user", content=dict(text="q"))], None),
     "no content": ([dict(role="user", content=None)], None),
-    "text in a list": (["q"], None),
     "other keys": ([{"from": "human", "value": "q"}], None),
-    "columns of turns": ({"role": ["user"], "content": ["q"]}, None),
     "a chat as text": (json.dumps([SYSTEM_TURN, USER]), None),
-    "a chat as Python's text": (str([SYSTEM_TURN, USER]), None),
     "ShareGPT's as text": ('[ {"from": "human", "value": "q"}]', None),
     "text like a list": ("[1, 2] q", ())}
 
@@ -350,10 +334,9 @@ def test_turns_of_the_data_replace_those_of_the_prompt(tokenizer, tmp_path, caps
     printed = capsys.readouterr().out
     assert "3 problems" in printed
     assert "column 'messages', 2 with earlier turns, which replace those of --prompt, answer col" in printed
-    for style, suffix in (("system", ""), ("suffix", SUFFIX)):
-        for problem, chat in zip(problems, [[dict(role="system", content=SYSTEM), USER], *chats[1:]]):
-            if style == "suffix" and problem is problems[0]:
-                chat = [USER]
+    for style, suffix, first in (("system", "", [("system", SYSTEM)]), ("suffix", SUFFIX, [])):
+        first = [dict(role=role, content=content) for role, content in first]
+        for problem, chat in zip(problems, [[*first, USER], *chats[1:]]):
             chat = [*chat[:-1], dict(role="user", content="q" + suffix)]
             expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             assert encode_prompt(tokenizer, problem.question, style, 0, problem.before) == expected
@@ -381,9 +364,8 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
         {"choices": ["a", "b", None], "answer": "B"}, {"choices": [None, "a", "", "b"], "answer": 3},
         {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"},
         {"options": {"A": "a", "B": "b", "C": None}, "answer": "B"}, {"choices": ["a", "b"], "answer": "b"},
-        {"choices": ["A. a", "B. b"], "answer": "B"}, {"choices": ["(a) a", "(b) b"], "answer": 1},
+        {"choices": ["(a) a", "(b) b"], "answer": 1},
         {"choices": ["a", "b"], "answer": {"ground_truth": "B"}})],
-    ({"choices": ["B. a", "A. b"], "answer": 1}, "q\n\nA. A. b\nB. B. a", "A"),
     ({"question": "q\nA) a\nB) b", "choices": ["a", "b"], "answer": 1}, "q\nA) a\nB) b", "B"),
     ({"question": "a or b?", "choices": ["a", "b"], "answer": 1}, "a or b?\n\nA. a\nB. b", "B"),
     ({"choices": ["a", "b", "a "], "answer": "C"}, "q\n\nA. b\nB. a\nC. a", "B"),

@@ -18,7 +18,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from engine.base import Request, Sample, stop_texts, timed
 from engine.measure import eager_logprobs, first_that_agrees, probe_responses, sample_probe, smallest_copy
 from engine.models import load_model
-from engine.ranks import on_all_ranks, rank_and_ranks
+from engine.ranks import on_rank_0
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
@@ -35,17 +35,15 @@ class HFSampler:
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
         self.model = load_model(model, trust_remote_code, dtype).eval()
         self.device, self.stop_ids = torch.device("cpu"), torch.zeros(0)
-        attention, self.pad_prompts = on_all_ranks(self._fastest_exact_way)[0]
+        attention, self.pad_prompts = on_rank_0(self._fastest_exact_way)
         self.model.set_attn_implementation(attention)
         self.model.to(device)
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
 
-    def _fastest_exact_way(self) -> tuple[str, bool] | None:
+    def _fastest_exact_way(self) -> tuple[str, bool]:
         """(attention, whether prompts of uneven length are padded) with which a small copy samples from its
         own distribution. Padding may reach a recurrent state."""
-        if rank_and_ranks()[0]:
-            return None  # rank 0 measures for all
         probe = copy.copy(self)
         probe.model = smallest_copy(self.model)
         short, long = probe_responses(probe.model)[1:]

@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -26,7 +25,7 @@ from engine.base import UserError, first_line, now, read_run, script_name, secon
 from engine.base import write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.process import at_exit, begun
-from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
@@ -56,7 +55,7 @@ class Log:
         self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
         if self.rank == 0:
             self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
-        on_all_ranks(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
     def begin_step(self) -> None:
@@ -82,8 +81,6 @@ class Log:
 
     def _open(self) -> None:
         """Lock the folder and look at the run in it, before anything slow."""
-        if self.rank:
-            return
         out, wrong = self.path, f"--out is '{self.path}', "
         if self.machine.resume:
             run = read_run(out)
@@ -114,11 +111,9 @@ class Log:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
         self.first_step = steps_done + 1
         names = "--wandb or TensorBoard" if self.machine.wandb else "TensorBoard"
-        on_all_ranks(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
+        on_rank_0(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
 
     def _open_boards(self) -> None:
-        if self.rank:
-            return
         from torch.utils.tensorboard import SummaryWriter
         if self.machine.wandb:
             import wandb
@@ -126,7 +121,6 @@ class Log:
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=self.options, sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
-        threading.excepthook = show_traceback
 
     def _draw(self, method: str, *values) -> None:
         """Call a method of TensorBoard's writer. If that fails, as on a full disk, the curves end."""
@@ -142,23 +136,22 @@ class Log:
         """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
         self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
-        if self.rank == 0:
-            self.history = self._keep_lines("metrics.jsonl", done)
-            self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
-            self._keep_lines("evaluations.jsonl", self.evaluated)
-            self._keep_lines("samples.jsonl", done)
-            votes = self._keep_lines("votes.jsonl", done)
-            self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
-            self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True)
-        diff = next((line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")), 0.0)
-        kept = all_gather((self.evaluated, self.majorities, diff))[0]
-        self.evaluated, self.majorities, self.first_diff = kept
+        self.history = self._keep_lines("metrics.jsonl", done)
+        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self._keep_lines("evaluations.jsonl", self.evaluated)
+        self._keep_lines("samples.jsonl", done)
+        votes = self._keep_lines("votes.jsonl", done)
+        self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
+        diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
+        self.first_diff = diffs[0] if diffs else 0.0
+        self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True,
+                        disable=self.rank > 0)
         self.begin_step()
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
-        path = self.path / name
-        kept = [line for line in read_jsonl(path) if line.get("step") in steps]
-        if path.exists():
+        """The lines of these steps, on all ranks; the others are dropped from the file."""
+        path, kept = self.path / name, [line for line in self.lines(name) if line.get("step") in steps]
+        if self.rank == 0 and path.exists():
             write_atomically(path, "".join(compact(line) + "\n" for line in kept))
         return kept
 
@@ -175,7 +168,7 @@ class Log:
 
     def lines(self, name: str) -> list[dict]:
         """The lines of a .jsonl file of the run, on all ranks."""
-        return all_gather(read_jsonl(self.path / name) if self.rank == 0 else [])[0]
+        return on_rank_0(lambda: read_jsonl(self.path / name))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
@@ -302,12 +295,6 @@ class Log:
         print(evaluation_table(self.history))
         print(f"Final model: {self.path / 'final'}\n"
               f"What happened, with every vote: python -m tools.report {self.path}", flush=True)
-
-
-def show_traceback(ended) -> None:
-    """For a thread that ended with an error; that of TensorBoard's writer is a sentence of Log's."""
-    if "tensorboard" not in type(ended.thread).__module__:
-        threading.__excepthook__(ended)
 
 
 def has_evaluation(line: dict) -> bool:

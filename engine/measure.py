@@ -12,7 +12,7 @@ import torch
 
 from engine.base import Request, UserError, first_line
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
-from engine.ranks import on_all_ranks, print0, rank_and_ranks
+from engine.ranks import on_all_ranks, on_rank_0, print0
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",
@@ -127,7 +127,7 @@ def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: i
 
         return first_that_agrees(copy, "the trainer", ways, difference)
 
-    return on_all_ranks(lambda: choose() if rank_and_ranks()[0] == 0 else None)[0]
+    return on_rank_0(choose)
 
 
 def first_that_agrees(model, who: str, ways: list[tuple], difference, advice: str = ""):
@@ -169,8 +169,7 @@ def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None
     if policy:
         expected = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
     else:
-        own = on_all_ranks(lambda: eager_logprobs(model, responses) if rank_and_ranks()[0] == 0 else None)
-        expected = own[0][0]
+        expected = on_rank_0(lambda: eager_logprobs(model, responses))[0]
     difference = (logprobs - expected).abs()
     largest = float(difference.max())
     if not largest <= (allowed if exact else torch.inf) or difference.mean() > 0.5:  # NaN, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import signal
 import sys
 from importlib import util
 from pathlib import Path
@@ -148,14 +148,11 @@ def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
 
 
 def read_flags(args_class: type, **options):
-    """The command line's arguments, by tyro. `--help | head` closes the pipe early: that is no error."""
-    try:
-        args = tyro.cli(args_class, **options)
-        sys.stdout.flush()
-        return args
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
-        sys.exit(0)
+    """The command line's arguments, by tyro."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
+    args = tyro.cli(args_class, **options)
+    signal.signal(signal.SIGPIPE, before)
+    return args
 
 
 # Options that the learning rate of a step depends on

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import util
 
 import torch
 
@@ -42,42 +41,27 @@ def errors(args) -> list[str]:
                    "trained responses of a batch (prompts_per_batch x train_samples).")
     if args.steps == 0 and args.epochs == 0:
         bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
-    return bad + machine_errors(args)
-
-
-def machine_errors(args) -> list[str]:
-    """One sentence for each thing that is wrong with --sampler, --tensor_parallel, --dtype."""
-    ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], args.machine.tensor_parallel, []
-    if (args.machine.gpus or args.machine.gpu_gib) and not args.machine.plan:
+    machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
+    if (machine.gpus or machine.gpu_gib) and not machine.plan:
         bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
-    if ranks % parallel:
-        bad.append(f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}.")
-    if parallel > 1 and not uses_vllm(args.machine):
-        bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
-                   "--sampler vllm.")
-    elif args.machine.sampler == "vllm" and not args.machine.plan and not has_vllm():
+    if ranks % machine.tensor_parallel:
+        bad.append(f"--tensor_parallel is {machine.tensor_parallel}, but must divide the number of ranks, "
+                   f"{ranks}.")
+    if machine.tensor_parallel > 1 and not uses_vllm(machine):
+        bad.append(f"--tensor_parallel is {machine.tensor_parallel}, but only vLLM splits a model among "
+                   "ranks; give --sampler vllm.")
+    elif machine.sampler == "vllm" and not machine.plan and not has_vllm():
         bad.append("--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf.")
-    if args.machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")):
-        bad.append("--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out.")
-    for flag, value in (("--temperature", args.temperature),
-                        ("--eval_temperature (evaluate.py: --temperature)", args.eval_temperature)):
-        if uses_vllm(args.machine) and 0 < value < 0.01:
-            bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; "
-                       "give a larger one or --sampler hf.")
-    hidden = args.machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    small = args.model in ("", "toy", "smollm2")
-    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
-    if not torch.version.cuda:
-        cause = "it has no CUDA; install requirements.txt into an environment of its own"
-    if (torch.version.cuda or os.path.exists("/proc/driver/nvidia")) and not (
-            torch.cuda.is_available() or hidden or small):
+    cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
+    hidden = machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if wanted and not (cuda or hidden or args.model in ("", "toy", "smollm2")):
+        cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
+        if not torch.version.cuda:
+            cause = "it has no CUDA; install requirements.txt into an environment of its own"
         bad.append(f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set "
                    "CUDA_VISIBLE_DEVICES= (empty).")
-    if args.machine.offload != "none" and not (torch.cuda.is_available() or args.machine.plan):
-        bad.append(f"--offload is '{args.machine.offload}', but there is no GPU here to take anything off.")
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    if old and args.machine.dtype != "float32" and not args.machine.plan:
-        bad.append(f"--dtype is '{args.machine.dtype}', but must be float32: this GPU has no bfloat16.")
+    if machine.offload != "none" and not (cuda or machine.plan):
+        bad.append(f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")
     return bad
 
 
@@ -116,9 +100,8 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
 
 def print_prompts(tokenizer, sets: dict[str, list], own: dict[str, list[int]]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    first = next((name for name, part in sets.items() if part), None)
-    prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
-    for name, ids in (prompts | own).items():
+    firsts = [(f"first problem of {name}", part[0].prompt_ids) for name, part in sets.items() if part]
+    for name, ids in [*firsts[:1], *own.items()]:
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 

@@ -109,46 +109,46 @@ def eager_logprobs(model, responses: list) -> torch.Tensor:
 
 
 def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: int = 0) -> tuple[type, str]:
-    """(head, attention) with which to train: the fastest that computes the model's own values.
-
-    plain: without chunks of logits. packed: packed rows may be tried. Raises UserError if none does."""
+    """(head, attention) with which to train. plain: without chunks of logits. packed: packed rows may be
+    tried."""
     heads = [PlainHead] if plain else [ChunkedHead, PlainHead]
     ways = [(PackedHead, "packed")] if packed and not plain else []
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
 
-    def choose() -> tuple[type, str]:
-        copy = smallest_copy(model, max_length)
+    def probe(copy, head: type) -> tuple[list, torch.Tensor]:
         responses = probe_responses(copy)
-        expected = eager_logprobs(copy, responses)
+        return responses, head_logprobs(head(copy), responses)
 
-        def difference(way: tuple[type, str]) -> float:
-            copy.set_attn_implementation(way[1])
-            return float((head_logprobs(way[0](copy), responses) - expected).abs().mean())
+    return fastest_that_agrees(model, "the trainer", ways, probe, max_length=max_length)
 
-        return first_that_agrees(copy, "the trainer", ways, difference)
+
+def fastest_that_agrees(model, who: str, ways: list[tuple], probe, advice: str = "", max_length: int = 0):
+    """The first of these ways, (what to try, attention), in which a small copy computes its own log-probs.
+
+    probe: (copy, what to try) -> (responses, values of their tokens [1 or 2, T]). If it is not the fastest
+    way, a line says so. Raises UserError, which ends with the advice, if none agrees."""
+    def choose() -> tuple:
+        copy, failed = smallest_copy(model, max_length), []
+        kind = model.config.model_type
+        for way, attention in ways:
+            names = f"{NAMES[way]} and {NAMES[attention]}"
+            try:
+                copy.set_attn_implementation(attention)
+                responses, found = probe(copy, way)
+            except Exception as error:  # what a type cannot do shows in many kinds of error
+                failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
+                continue
+            off = float((found - eager_logprobs(copy, responses)[:len(found)]).abs().mean())
+            if off < AGREES:
+                if failed:
+                    print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs "
+                           f"{failed[0]}")
+                return way, attention
+            failed.append(f"with {names}: {off:.2g} off")
+        raise UserError(f"--model is of the type {kind}, whose own log-probs {who} does not compute{advice} "
+                        f"({failed[-1]}).")
 
     return on_rank_0(choose)
-
-
-def first_that_agrees(model, who: str, ways: list[tuple], difference, advice: str = ""):
-    """The first of these ways whose mean difference to the model's own log-probs is small.
-
-    If it is not the fastest one, a line says so. Raises UserError, which ends with the advice, if none is."""
-    kind, failed = model.config.model_type, []
-    for way in ways:
-        names = " and ".join([NAMES[part] for part in way])
-        try:
-            found = difference(way)
-        except Exception as error:  # what a type cannot do shows in many kinds of error
-            failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
-            continue
-        if found < AGREES and failed:
-            print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs {failed[0]}")
-        if found < AGREES:
-            return way
-        failed.append(f"with {names}: {found:.2g} off")
-    raise UserError(f"--model is of the type {kind}, whose own log-probs {who} does not compute{advice} "
-                    f"({failed[-1]}).")
 
 
 def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None:

@@ -99,16 +99,15 @@ def write_atomically(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
+def read_run(folder: Path, wanted: str = "--resume: ") -> dict:
+    """run.json of a run folder. Raises UserError, which begins with `wanted`, if it is missing or damaged."""
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
         return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
-                        "continue.") from None
+        raise UserError(f"{wanted}{path} cannot be read, {reason}.") from None
 
 
 def script_name() -> str:

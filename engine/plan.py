@@ -117,22 +117,16 @@ class Plan:
         return int(max(0, room) / sequence), -(-given * parallel // self.ranks)
 
     def misfit(self) -> str:
-        """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
+        """One sentence: the phase that takes more than there is, and what may help. Empty: the run fits."""
         for phase, parts in self.phases().items():
             if sum(parts.values()) > self.usable:
-                return phase
-        return "cache" if self.vllm and not self.cached()[0] else ""
-
-    def verdict(self) -> str:
-        """One sentence: it fits, or what does not and what may help."""
-        phase = self.misfit()
-        if not phase:
-            return "It fits."
-        what = f"vLLM's share of a GPU has no room for a sequence of {self.length:,} tokens"
-        if phase != "cache":
-            what = (f"{phase} takes {sum(self.phases()[phase].values()) / GIB:.1f} GiB of each GPU's "
-                    f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free")
-        return f"It does not fit: {what}; try {REMEDIES[phase]}."
+                return (f"It does not fit: {phase} takes {sum(parts.values()) / GIB:.1f} GiB of each GPU's "
+                        f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free; "
+                        f"try {REMEDIES[phase]}.")
+        if self.vllm and not self.cached()[0]:
+            return (f"It does not fit: vLLM's share of a GPU has no room for a sequence of {self.length:,} "
+                    f"tokens; try {REMEDIES['cache']}.")
+        return ""
 
     # -- disk and host memory --------------------------------------------------------------------------------
     def disk(self) -> float:
@@ -186,7 +180,7 @@ class Plan:
             lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
         here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
-        return "\n".join([*lines, *here, self.verdict()])
+        return "\n".join([*lines, *here, self.misfit() or "It fits."])
 
 
 def parameters_of(config, trust_remote_code: bool = False) -> int:
@@ -244,8 +238,8 @@ def choose_memory_settings(args, config, device) -> dict:
             print0(f"Warning: {error}")
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
-            misfit = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
-            for warning in misfit + plan.shortages():
+            misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
+            for warning in filter(None, [misfit, *plan.shortages()]):
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

@@ -124,7 +124,7 @@ def test_activations_are_kept_if_what_ranks_get_fits(name, gpus, gib, flags, exp
     ("Qwen2.5-Math-7B", 8, 80, dict(gpu_memory=0.2), "no room for a sequence of 4,096 tokens; try a larger"),
 ])
 def test_what_does_not_fit_is_named_with_what_may_help(name, gpus, gib, flags, words):
-    assert re.match(f"It does not fit: .*{words}", plan_of(name, gpus, gib, **flags).verdict())
+    assert re.match(f"It does not fit: .*{words}", plan_of(name, gpus, gib, **flags).misfit())
 
 
 def test_a_models_own_embedder_has_a_phase(tmp_path):
@@ -214,7 +214,7 @@ def test_the_table_of_the_page_is_the_plans():
         for flag, value in re.findall(r"--(\S+) ([^ `]+)", flags):
             values[flag] = type(options_dict(ttrl.Args())[flag])(value)
         made = plan_of(name, int(gpus), int(gb) * 0.98, **values)
-        assert bool(made.misfit()) == (flags == "does not fit"), (name, gpus, made.verdict())
+        assert bool(made.misfit()) == (flags == "does not fit"), (name, gpus, made.misfit())
         numbers = [sum(parts.values()) / GIB for parts in made.phases().values()]
         room, given = made.cached()
         texts = [f"{number:.0f}" for number in numbers] + [f"{room} of {given}"]

@@ -187,11 +187,10 @@ class Log:
         Raises ValueError if there is not one class and one finite reward per response."""
         n = len(responses)
         if rewards.shape != (n,) or not rewards.is_floating_point() or not rewards.isfinite().all():
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
-                             f"{repr(rewards)[:80]}")
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
-            raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per "
-                             f"response, but are {repr(classes)[:80]}")
+            raise ValueError(f"classes must be a list of {n} whole numbers or None, but are "
+                             f"{repr(classes)[:80]}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -217,7 +216,7 @@ class Log:
         self.bad_steps += 1
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
-                            f"--resume continues from the last checkpoint.")
+                            "--resume continues from the last checkpoint.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -252,8 +251,7 @@ class Log:
             metrics[f"seconds/{name}"] = value
         for name, value in own.items():
             if not isinstance(value, int | float):
-                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
-                                ".item())")
+                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (tensor: .item())")
             if name in metrics:
                 raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
         self._write(step, metrics | own)

@@ -67,6 +67,11 @@ class Plan:
         own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
         self.own = {name: size for name, size in own.items() if size}
         self.usable = USABLE * self.gpu - OVERHEAD
+        checkpoints = self.machine.keep + 1 if self.machine.checkpoint_every else 1  # also the next one
+        self.disk = (12 * checkpoints + self.c) * self.weights  # with the final model
+        reference = self.c if args.kl_coef > 0 else 0
+        offloaded = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
+        self.host = offloaded * self.weights  # memory of all nodes together
         sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
         choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
         if self.machine.gradient_checkpointing == "auto":
@@ -76,7 +81,6 @@ class Plan:
             if sum(self.phases()["update"].values()) <= self.usable:
                 break
 
-    # -- GPUs ------------------------------------------------------------------------------------------------
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
         a, m, c = self.args, self.machine, self.c
@@ -128,27 +132,15 @@ class Plan:
                     f"tokens; try {REMEDIES['cache']}.")
         return ""
 
-    # -- disk and host memory --------------------------------------------------------------------------------
-    def disk(self) -> float:
-        """Bytes of the checkpoints, while the next is written, and of the final model."""
-        kept = self.machine.keep + 1 if self.machine.checkpoint_every else 1
-        return 12 * self.weights * kept + self.c * self.weights
-
-    def host(self) -> float:
-        """Bytes of host memory that --offload takes of all nodes together."""
-        reference = self.c if self.args.kl_coef > 0 else 0
-        each = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
-        return each * self.weights
-
     def shortages(self) -> list[str]:
         """What this machine's disk and memory lack."""
         out, found = Path(self.machine.out or "runs").resolve(), []
         there = 12 * self.weights * len(complete(out))
         free = shutil.disk_usage(next(folder for folder in [out, *out.parents] if folder.exists())).free
-        if self.disk() > there + free:
-            found.append(f"the run takes up to {self.disk() / 1e9:,.0f} GB of disk, but {out} has "
+        if self.disk > there + free:
+            found.append(f"the run takes up to {self.disk / 1e9:,.0f} GB of disk, but {out} has "
                          f"{free / 1e9:,.0f} GB left; give another --out or a smaller --keep.")
-        here = self.host() * from_torchrun("LOCAL_WORLD_SIZE", 1) / self.ranks
+        here = self.host * from_torchrun("LOCAL_WORLD_SIZE", 1) / self.ranks
         if here > (free := free_memory()):
             found.append(f"--offload {self.machine.offload} takes {here / GIB:,.0f} GiB of this machine's "
                          f"memory, of which {free / GIB:,.0f} GiB are free.")
@@ -175,9 +167,9 @@ class Plan:
         lines.append(f"Micro-batches have {size} (--micro_tokens), activations are "
                      f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).")
         lines.append(f"A checkpoint takes {12 * self.weights / 1e9:,.1f} GB of disk; all that are kept, and "
-                     f"the final model, take {self.disk() / 1e9:,.1f} GB.")
+                     f"the final model, take {self.disk / 1e9:,.1f} GB.")
         if self.machine.offload != "none":
-            lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
+            lines.append(f"--offload {self.machine.offload} takes {self.host / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
         here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
         return "\n".join([*lines, *here, self.misfit() or "It fits."])

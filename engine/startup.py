@@ -28,41 +28,39 @@ def errors(args) -> list[str]:
     """One sentence per bad flag: flag, value, what is allowed."""
     if bad := out_of_range(args):
         return bad
-    responses, least = args.responses_per_prompt(), args.LEAST_TRAINED
-    if responses < 2:
-        bad.append(f"the responses per prompt are {responses}, but must be at least 2: an advantage compares "
-                   "them.")
-    elif not least <= args.train_samples <= responses:
-        bad.append(f"--train_samples is {args.train_samples}, but must be at least {least} and at most "
-                   f"{responses}, the responses per prompt.")
-    sequences = args.prompts_per_batch * args.train_samples
-    if args.num_minibatches > sequences:
-        bad.append(f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the "
-                   "trained responses of a batch (prompts_per_batch x train_samples).")
-    if args.steps == 0 and args.epochs == 0:
-        bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
     machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
-    if (machine.gpus or machine.gpu_gib) and not machine.plan:
-        bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
-    if ranks % machine.tensor_parallel:
-        bad.append(f"--tensor_parallel is {machine.tensor_parallel}, but must divide the number of ranks, "
-                   f"{ranks}.")
-    if machine.tensor_parallel > 1 and not uses_vllm(machine):
-        bad.append(f"--tensor_parallel is {machine.tensor_parallel}, but only vLLM splits a model among "
-                   "ranks; give --sampler vllm.")
-    elif machine.sampler == "vllm" and not machine.plan and not has_vllm():
-        bad.append("--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf.")
+    responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
+    sequences, vllm, here = args.prompts_per_batch * args.train_samples, uses_vllm(machine), not machine.plan
     cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
-    hidden = machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if wanted and not (cuda or hidden or args.model in ("", "toy", "smollm2")):
-        cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
-        if not torch.version.cuda:
-            cause = "it has no CUDA; install requirements.txt into an environment of its own"
-        bad.append(f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set "
-                   "CUDA_VISIBLE_DEVICES= (empty).")
-    if machine.offload != "none" and not (cuda or machine.plan):
-        bad.append(f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")
-    return bad
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
+    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
+    if not torch.version.cuda:
+        cause = "it has no CUDA; install requirements.txt into an environment of its own"
+    table = [  # (what is wrong, sentence)
+        (responses < 2,
+         f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),
+        (responses >= 2 and not least <= args.train_samples <= responses,
+         f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
+         "the responses per prompt."),
+        (args.num_minibatches > sequences,
+         f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
+         "responses of a batch (prompts_per_batch x train_samples)."),
+        (args.steps == 0 and args.epochs == 0,
+         "--epochs is 0 and --steps is 0, so there is nothing to do; give one of them."),
+        (here and (machine.gpus or machine.gpu_gib),
+         "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
+        (ranks % parallel,
+         f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
+        (parallel > 1 and not vllm,
+         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
+        (here and vllm and not has_vllm(),
+         "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
+        (here and wanted and not (cuda or hidden),
+         f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
+         "(empty)."),
+        (here and machine.offload != "none" and not cuda,
+         f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
+    return [sentence for wrong, sentence in table if wrong]
 
 
 # ------------------------------------------------ model and data --------------------------------------------

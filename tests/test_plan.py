@@ -146,7 +146,7 @@ def test_a_models_own_embedder_has_a_phase(tmp_path):
     (dict(offload="reference"), 3 * 12 + 2, 2)])
 def test_disk_and_host_memory(flags, disk, host):
     made = plan_of("Qwen2.5-Math-7B", 8, 80, **flags)
-    assert (made.disk(), made.host()) == (disk * made.weights, host * made.weights)
+    assert (made.disk, made.host) == (disk * made.weights, host * made.weights)
     assert f"take {disk * made.weights / 1e9:,.1f} GB" in made.table()
 
 

@@ -255,15 +255,14 @@ class Log:
             if name in metrics:
                 raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
         self._write(step, metrics | own)
-        if self.rank == 0:
-            self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
-            self.bar.update(1)
-            for group in self.groups:
-                self.append("votes.jsonl", dict(step=step, **vote_record(group)))
-            # the same problems whenever they come up
-            self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
-            for group in self.groups[:self.machine.log_texts]:
-                self.append("samples.jsonl", sample_record(step, group))
+        self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
+        self.bar.update(1)
+        for group in self.groups:
+            self.append("votes.jsonl", dict(step=step, **vote_record(group)))
+        # the same problems whenever they come up
+        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
+        for group in self.groups[:self.machine.log_texts]:
+            self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
@@ -286,13 +285,10 @@ class Log:
 
     def finish(self) -> None:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
-        if self.rank:
-            return
         self.bar.close()
         self._draw("close")
-        print(evaluation_table(self.history))
-        print(f"Final model: {self.path / 'final'}\n"
-              f"What happened, with every vote: python -m tools.report {self.path}", flush=True)
+        print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
+               f"What happened, with every vote: python -m tools.report {self.path}")
 
 
 def has_evaluation(line: dict) -> bool:

@@ -135,10 +135,10 @@ def fastest_that_agrees(model, who: str, ways: list[tuple], probe, advice: str =
             try:
                 copy.set_attn_implementation(attention)
                 responses, found = probe(copy, way)
+                off = float((found - eager_logprobs(copy, responses)[:len(found)]).abs().mean())
             except Exception as error:  # what a type cannot do shows in many kinds of error
                 failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
                 continue
-            off = float((found - eager_logprobs(copy, responses)[:len(found)]).abs().mean())
             if off < AGREES:
                 if failed:
                     print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs "

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, write_atomically
+from engine.base import UserError, read_run, write_atomically
 from engine.builtin import SMOLLM2
 from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
@@ -131,7 +131,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
     if rank_and_ranks()[0] == 0:  # saved before it is printed: a closed pipe costs nothing
-        record = json.loads((run.log.path / "run.json").read_text()) | dict(model=model, results=results)
+        record = read_run(run.log.path) | dict(model=model, results=results)
         write_atomically(run.log.path / "results.json", json.dumps(record, indent=1))
         print("\n".join([table(results), *warnings]))
         print(f"\n{run.log.path / 'results.json'}")
@@ -159,12 +159,8 @@ def trained_model(model: str) -> str:
     Raises UserError if the run's run.json cannot be read."""
     if not is_checkpoint(model):
         return model
-    record = Path(model).resolve().parents[1] / "run.json"
-    try:
-        return json.loads(record.read_text(encoding="utf-8"))["args"]["model"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"--model is '{model}', a checkpoint, but {record}, which names the model "
-                               "that was trained, cannot be read.") from None
+    run = read_run(Path(model).resolve().parents[1], f"--model is '{model}', a checkpoint, but ")
+    return run["args"]["model"]
 
 
 def weights_in(checkpoint: str, device, dtype):

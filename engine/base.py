@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
 
 class UserError(Exception):
@@ -64,8 +63,7 @@ def now() -> float:
 
 
 def stable_hash(*parts) -> int:
-    """A hash of 62 bits, the same in every process: a seed, or a digest of data. Sample i of a prompt draws
-    from seed + i."""
+    """A hash of 62 bits, the same in every process: a seed, or a digest of data."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -73,13 +71,11 @@ def stable_hash(*parts) -> int:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, with the next if it ends in a colon; its kind if it has none.
 
-    A library that asks for its own option, or cannot write its cache, does not know our flag for it."""
+    A library that asks for its own option does not know our flag for it."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     if "trust_remote_code=True" in str(error):
         return (f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code, at every start (a "
                 "run's folder does not keep it)")
-    if isinstance(error, OSError) and str(error.filename).startswith((HF_HOME, HF_HUB_CACHE)):
-        return f"the cache {error.filename} cannot be used ({error.strerror}); HF_HOME names another"
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 
@@ -99,16 +95,15 @@ def write_atomically(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if there is none or it is damaged."""
+def read_run(folder: Path, wanted: str = "--resume: ") -> dict:
+    """run.json of a run folder. Raises UserError, which begins with `wanted`, if it is missing or damaged."""
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
         return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}; there is no run to "
-                        "continue.") from None
+        raise UserError(f"{wanted}{path} cannot be read, {reason}.") from None
 
 
 def script_name() -> str:

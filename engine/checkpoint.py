@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from engine.base import UserError, first_line, write_atomically
 from engine.log import read_jsonl
-from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks
+from engine.ranks import all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -50,7 +50,6 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""
-    rank, ranks = rank_and_ranks()
     final = run_folder / "checkpoints" / f"step_{step:08d}"
     partial = final.with_suffix(".partial")
 
@@ -62,15 +61,13 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
         for name, tensor in tensors.items():  # a file, put together in host memory, takes 256 MiB
-            files[name] = 1 + (size // ranks >> 28)
+            files[name] = 1 + (size // rank_and_ranks()[1] >> 28)
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
         return set(sizes(partial))
 
     def publish() -> None:
-        if rank:
-            return
         files = sizes(partial)
         if unseen := sorted(written - files.keys()):
             raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
@@ -83,7 +80,7 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
             shutil.rmtree(folder)
 
     written = set().union(*on_all_ranks(write, failed))
-    on_all_ranks(publish, failed)
+    on_rank_0(publish, failed)
 
 
 def steps_done(run_folder: Path, every: int) -> int:
@@ -102,7 +99,7 @@ def steps_done(run_folder: Path, every: int) -> int:
                             "start a new run in another --out.")
         return 0
 
-    return on_all_ranks(lambda: read() if rank_and_ranks()[0] == 0 else 0)[0]
+    return on_rank_0(read)
 
 
 def read_state(folder: Path) -> dict:
@@ -130,9 +127,7 @@ def load(run_folder: Path, step: int, policy, optimizer) -> dict:
         dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
         return dict(read_state(folder)["script"])
 
-    state = on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
-    print0(f"Resumed from {folder}")
-    return state
+    return on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
 
 
 # ------------------------------------------------ what the loop calls ---------------------------------------
@@ -142,6 +137,7 @@ def restore(run, optimizer) -> int:
     run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
     if done:
         run.state = load(run.log.path, done, run.policy, optimizer)
+        print0(f"Resumed from step {done}.")
     if done >= run.total_steps:
         print0(f"All {run.total_steps} steps are done; a larger --steps continues.")
     else:

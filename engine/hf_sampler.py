@@ -1,8 +1,7 @@
 """Sampling without vLLM: a transformers model that reads a prompt once for all its samples.
 
 For machines without vLLM, and faster than it for tiny models. tests/test_samplers.py compares its log-probs
-with the trainer's, and its greedy tokens with transformers' own `generate`.
-"""
+with the trainer's, and its greedy tokens with transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -16,9 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engine.base import Request, Sample, stop_texts, timed
-from engine.measure import eager_logprobs, first_that_agrees, probe_responses, sample_probe, smallest_copy
+from engine.measure import fastest_that_agrees, probe_responses, sample_probe
 from engine.models import load_model
-from engine.ranks import on_all_ranks, rank_and_ranks
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time
 
@@ -28,38 +26,29 @@ class HFSampler:
 
     The uniform numbers of a sample come from its own seed and are turned into tokens by the inverse of the
     cumulative distribution, so a response does not depend on what else is in the batch or on which rank
-    samples it (beyond float rounding).
-    """
+    samples it (beyond float rounding)."""
 
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
         self.model = load_model(model, trust_remote_code, dtype).eval()
         self.device, self.stop_ids = torch.device("cpu"), torch.zeros(0)
-        attention, self.pad_prompts = on_all_ranks(self._fastest_exact_way)[0]
+        ways = [(padded, attention) for padded in (True, False) for attention in ("sdpa", "eager")]
+        self.pad_prompts, attention = fastest_that_agrees(self.model, "--sampler hf", ways, self._probe,
+                                                          "; give --sampler vllm")
         self.model.set_attn_implementation(attention)
         self.model.to(device)
         self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
 
-    def _fastest_exact_way(self) -> tuple[str, bool] | None:
-        """(attention, whether prompts of uneven length are padded) with which a small copy samples from its
-        own distribution. Padding may reach a recurrent state."""
-        if rank_and_ranks()[0]:
-            return None  # rank 0 measures for all
-        probe = copy.copy(self)
-        probe.model = smallest_copy(self.model)
-        short, long = probe_responses(probe.model)[1:]
+    def _probe(self, model, pad_prompts: bool) -> tuple[list, torch.Tensor]:
+        """What this sampler would sample from a small copy. Padding may reach a recurrent state."""
+        sampler = copy.copy(self)
+        sampler.model, sampler.pad_prompts = model, pad_prompts
+        short, long = probe_responses(model)[1:]
         requests = [Request(short.prompt_ids[:3], 2, 0, 2), Request(long.prompt_ids, 2, 1, 6),
                     Request(long.prompt_ids, 2, 1, 3)]
-
-        def difference(way: tuple[str, bool]) -> float:
-            attention, probe.pad_prompts = way
-            probe.model.set_attn_implementation(attention)
-            responses, logprobs = sample_probe(probe, requests)
-            return float((logprobs - eager_logprobs(probe.model, responses)[0]).abs().mean())
-
-        ways = [(attention, padded) for padded in (True, False) for attention in ("sdpa", "eager")]
-        return first_that_agrees(probe.model, "--sampler hf", ways, difference, "; give --sampler vllm")
+        responses, logprobs = sample_probe(sampler, requests)
+        return responses, logprobs[None]
 
     @timed("sync")
     @torch.no_grad()
@@ -172,8 +161,7 @@ def draw(logits, uniform, temperature: float, top_p: float, top_k: int) -> tuple
     """[rows, vocabulary] logits and [rows] uniform numbers -> [rows] tokens and [rows] their log-probs.
 
     Inverse transform sampling: the first token at which the cumulative distribution exceeds the uniform
-    number. Temperature 0: the likeliest token.
-    """
+    number. Temperature 0: the likeliest token."""
     logits = logits.float() / (temperature or 1.0)
     if top_k:
         logits = TopKLogitsWarper(top_k)(None, logits)

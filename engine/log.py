@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -26,7 +25,7 @@ from engine.base import UserError, first_line, now, read_run, script_name, secon
 from engine.base import write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.process import at_exit, begun
-from engine.ranks import all_gather, distributed, on_all_ranks, print0, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
@@ -56,7 +55,7 @@ class Log:
         self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
         if self.rank == 0:
             self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
-        on_all_ranks(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         self.identify(identity)
 
     def begin_step(self) -> None:
@@ -82,8 +81,6 @@ class Log:
 
     def _open(self) -> None:
         """Lock the folder and look at the run in it, before anything slow."""
-        if self.rank:
-            return
         out, wrong = self.path, f"--out is '{self.path}', "
         if self.machine.resume:
             run = read_run(out)
@@ -114,11 +111,9 @@ class Log:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
         self.first_step = steps_done + 1
         names = "--wandb or TensorBoard" if self.machine.wandb else "TensorBoard"
-        on_all_ranks(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
+        on_rank_0(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
 
     def _open_boards(self) -> None:
-        if self.rank:
-            return
         from torch.utils.tensorboard import SummaryWriter
         if self.machine.wandb:
             import wandb
@@ -126,7 +121,6 @@ class Log:
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=self.options, sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
-        threading.excepthook = show_traceback
 
     def _draw(self, method: str, *values) -> None:
         """Call a method of TensorBoard's writer. If that fails, as on a full disk, the curves end."""
@@ -142,23 +136,22 @@ class Log:
         """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
         self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
-        if self.rank == 0:
-            self.history = self._keep_lines("metrics.jsonl", done)
-            self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
-            self._keep_lines("evaluations.jsonl", self.evaluated)
-            self._keep_lines("samples.jsonl", done)
-            votes = self._keep_lines("votes.jsonl", done)
-            self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
-            self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True)
-        diff = next((line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")), 0.0)
-        kept = all_gather((self.evaluated, self.majorities, diff))[0]
-        self.evaluated, self.majorities, self.first_diff = kept
+        self.history = self._keep_lines("metrics.jsonl", done)
+        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self._keep_lines("evaluations.jsonl", self.evaluated)
+        self._keep_lines("samples.jsonl", done)
+        votes = self._keep_lines("votes.jsonl", done)
+        self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
+        diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
+        self.first_diff = diffs[0] if diffs else 0.0
+        self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True,
+                        disable=self.rank > 0)
         self.begin_step()
 
     def _keep_lines(self, name: str, steps) -> list[dict]:
-        path = self.path / name
-        kept = [line for line in read_jsonl(path) if line.get("step") in steps]
-        if path.exists():
+        """The lines of these steps, on all ranks; the others are dropped from the file."""
+        path, kept = self.path / name, [line for line in self.lines(name) if line.get("step") in steps]
+        if self.rank == 0 and path.exists():
             write_atomically(path, "".join(compact(line) + "\n" for line in kept))
         return kept
 
@@ -175,7 +168,7 @@ class Log:
 
     def lines(self, name: str) -> list[dict]:
         """The lines of a .jsonl file of the run, on all ranks."""
-        return all_gather(read_jsonl(self.path / name) if self.rank == 0 else [])[0]
+        return on_rank_0(lambda: read_jsonl(self.path / name))
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
@@ -194,11 +187,10 @@ class Log:
         Raises ValueError if there is not one class and one finite reward per response."""
         n = len(responses)
         if rewards.shape != (n,) or not rewards.is_floating_point() or not rewards.isfinite().all():
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, one per response, but are "
-                             f"{repr(rewards)[:80]}")
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
-            raise ValueError(f"classes must be a list of {n}, a whole number or None (no answer) per "
-                             f"response, but are {repr(classes)[:80]}")
+            raise ValueError(f"classes must be a list of {n} whole numbers or None, but are "
+                             f"{repr(classes)[:80]}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -224,7 +216,7 @@ class Log:
         self.bad_steps += 1
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
-                            f"--resume continues from the last checkpoint.")
+                            "--resume continues from the last checkpoint.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -259,20 +251,18 @@ class Log:
             metrics[f"seconds/{name}"] = value
         for name, value in own.items():
             if not isinstance(value, int | float):
-                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (of a tensor: "
-                                ".item())")
+                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (tensor: .item())")
             if name in metrics:
                 raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
         self._write(step, metrics | own)
-        if self.rank == 0:
-            self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
-            self.bar.update(1)
-            for group in self.groups:
-                self.append("votes.jsonl", dict(step=step, **vote_record(group)))
-            # the same problems whenever they come up
-            self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
-            for group in self.groups[:self.machine.log_texts]:
-                self.append("samples.jsonl", sample_record(step, group))
+        self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
+        self.bar.update(1)
+        for group in self.groups:
+            self.append("votes.jsonl", dict(step=step, **vote_record(group)))
+        # the same problems whenever they come up
+        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
+        for group in self.groups[:self.machine.log_texts]:
+            self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
 
     def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
@@ -295,19 +285,10 @@ class Log:
 
     def finish(self) -> None:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
-        if self.rank:
-            return
         self.bar.close()
         self._draw("close")
-        print(evaluation_table(self.history))
-        print(f"Final model: {self.path / 'final'}\n"
-              f"What happened, with every vote: python -m tools.report {self.path}", flush=True)
-
-
-def show_traceback(ended) -> None:
-    """For a thread that ended with an error; that of TensorBoard's writer is a sentence of Log's."""
-    if "tensorboard" not in type(ended.thread).__module__:
-        threading.__excepthook__(ended)
+        print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
+               f"What happened, with every vote: python -m tools.report {self.path}")
 
 
 def has_evaluation(line: dict) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from engine.base import Request, UserError, first_line
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
-from engine.ranks import on_all_ranks, print0, rank_and_ranks
+from engine.ranks import on_all_ranks, on_rank_0, print0
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",
@@ -109,46 +109,46 @@ def eager_logprobs(model, responses: list) -> torch.Tensor:
 
 
 def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: int = 0) -> tuple[type, str]:
-    """(head, attention) with which to train: the fastest that computes the model's own values.
-
-    plain: without chunks of logits. packed: packed rows may be tried. Raises UserError if none does."""
+    """(head, attention) with which to train. plain: without chunks of logits. packed: packed rows may be
+    tried."""
     heads = [PlainHead] if plain else [ChunkedHead, PlainHead]
     ways = [(PackedHead, "packed")] if packed and not plain else []
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
 
-    def choose() -> tuple[type, str]:
-        copy = smallest_copy(model, max_length)
+    def probe(copy, head: type) -> tuple[list, torch.Tensor]:
         responses = probe_responses(copy)
-        expected = eager_logprobs(copy, responses)
+        return responses, head_logprobs(head(copy), responses)
 
-        def difference(way: tuple[type, str]) -> float:
-            copy.set_attn_implementation(way[1])
-            return float((head_logprobs(way[0](copy), responses) - expected).abs().mean())
-
-        return first_that_agrees(copy, "the trainer", ways, difference)
-
-    return on_all_ranks(lambda: choose() if rank_and_ranks()[0] == 0 else None)[0]
+    return fastest_that_agrees(model, "the trainer", ways, probe, max_length=max_length)
 
 
-def first_that_agrees(model, who: str, ways: list[tuple], difference, advice: str = ""):
-    """The first of these ways whose mean difference to the model's own log-probs is small.
+def fastest_that_agrees(model, who: str, ways: list[tuple], probe, advice: str = "", max_length: int = 0):
+    """The first of these ways, (what to try, attention), in which a small copy computes its own log-probs.
 
-    If it is not the fastest one, a line says so. Raises UserError, which ends with the advice, if none is."""
-    kind, failed = model.config.model_type, []
-    for way in ways:
-        names = " and ".join([NAMES[part] for part in way])
-        try:
-            found = difference(way)
-        except Exception as error:  # what a type cannot do shows in many kinds of error
-            failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
-            continue
-        if found < AGREES and failed:
-            print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs {failed[0]}")
-        if found < AGREES:
-            return way
-        failed.append(f"with {names}: {found:.2g} off")
-    raise UserError(f"--model is of the type {kind}, whose own log-probs {who} does not compute{advice} "
-                    f"({failed[-1]}).")
+    probe: (copy, what to try) -> (responses, values of their tokens [1 or 2, T]). If it is not the fastest
+    way, a line says so. Raises UserError, which ends with the advice, if none agrees."""
+    def choose() -> tuple:
+        copy, failed = smallest_copy(model, max_length), []
+        kind = model.config.model_type
+        for way, attention in ways:
+            names = f"{NAMES[way]} and {NAMES[attention]}"
+            try:
+                copy.set_attn_implementation(attention)
+                responses, found = probe(copy, way)
+                off = float((found - eager_logprobs(copy, responses)[:len(found)]).abs().mean())
+            except Exception as error:  # what a type cannot do shows in many kinds of error
+                failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
+                continue
+            if off < AGREES:
+                if failed:
+                    print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs "
+                           f"{failed[0]}")
+                return way, attention
+            failed.append(f"with {names}: {off:.2g} off")
+        raise UserError(f"--model is of the type {kind}, whose own log-probs {who} does not compute{advice} "
+                        f"({failed[-1]}).")
+
+    return on_rank_0(choose)
 
 
 def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None:
@@ -169,8 +169,7 @@ def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None
     if policy:
         expected = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
     else:
-        own = on_all_ranks(lambda: eager_logprobs(model, responses) if rank_and_ranks()[0] == 0 else None)
-        expected = own[0][0]
+        expected = on_rank_0(lambda: eager_logprobs(model, responses))[0]
     difference = (logprobs - expected).abs()
     largest = float(difference.max())
     if not largest <= (allowed if exact else torch.inf) or difference.mean() > 0.5:  # NaN, too

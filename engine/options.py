@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import signal
 import sys
 from importlib import util
 from pathlib import Path
@@ -101,7 +101,8 @@ def uses_vllm(machine: Machine) -> bool:
 
 def options_dict(args) -> dict:
     """All options by name, the machine's among them."""
-    return {name: value for name, value in vars(args).items() if name != "machine"} | vars(args.machine)
+    own = {name: value for name, value in vars(args).items() if name != "machine"}
+    return own | (vars(args.machine) if "machine" in vars(args) else {})
 
 
 def make_args(args_class: type, values: dict):
@@ -130,14 +131,16 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    args = read_flags(args_class, description=description)  # --help ends here, with the paper's values
-    if getattr(getattr(args, "machine", None), "resume", False):
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
+    args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
+    signal.signal(signal.SIGPIPE, before)
+    if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):
-        args = read_flags(args_class, default=make_args(args_class, overrides), description=description)
+        args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        given = options_dict(args) if hasattr(args, "machine") else vars(args)
-        shown = " ".join(f"--{k} {v}" for k, v in overrides.items() if given[k] == v)
+        given = options_dict(args)
+        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if given[name] == value)
         print0(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
@@ -145,17 +148,6 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a model; for all but the built-in ones nothing."""
     return {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(model, {})
-
-
-def read_flags(args_class: type, **options):
-    """The command line's arguments, by tyro. `--help | head` closes the pipe early: that is no error."""
-    try:
-        args = tyro.cli(args_class, **options)
-        sys.stdout.flush()
-        return args
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
-        sys.exit(0)
 
 
 # Options that the learning rate of a step depends on
@@ -175,7 +167,7 @@ def parse_resumed(args_class: type, args, description: str):
     known["trust_remote_code"] = False  # never taken from a folder
     if bad := out_of_range(make_args(args_class, known)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = read_flags(args_class, default=make_args(args_class, known), description=description)
+    args = tyro.cli(args_class, default=make_args(args_class, known), description=description)
     for name, value in options_dict(args).items():
         was = known.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):

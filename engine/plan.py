@@ -28,8 +28,6 @@ MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else on
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
 # activations and logits of vLLM's largest batch, and those, keys and values of the sampler without vLLM.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
-# Assumed, of an H100 with NVLink: bytes a second that sampling reads, seconds of an all-reduce of a layer.
-BANDWIDTH, ALL_REDUCE = 2.85e12, 12e-6
 UNTRIED = "num_.*experts$|^n_.*experts$|^kv_lora_rank$"  # entries of a config that is refused with vLLM
 REMEDIES = dict(
     sampling="a smaller --gpu_memory, --offload optimizer, more GPUs",
@@ -48,10 +46,8 @@ class Plan:
     they may be, so that ranks get less); else the largest that fits with it, else one sequence."""
 
     def __init__(self, args, config):
-        """args: of a script. config: the model's.
-
-        q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those of
-        embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
+        """q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those
+        of embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
         self.args, self.machine, self.vllm = args, args.machine, uses_vllm(args.machine)
         self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not self.machine.gpu_gib:
@@ -61,16 +57,21 @@ class Plan:
         text = config.get_text_config()
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
-        self.heads = text.num_attention_heads
-        self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
-        self.head_size = getattr(text, "head_dim", None) or self.hidden // self.heads
-        self.q, self.kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        heads = text.num_attention_heads
+        self.kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        self.head_size = getattr(text, "head_dim", None) or self.hidden // heads
+        self.q, self.kv = heads * self.head_size, self.kv_heads * self.head_size
         self.weights = parameters_of(config, self.machine.trust_remote_code)
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
         own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
         self.own = {name: size for name, size in own.items() if size}
         self.usable = USABLE * self.gpu - OVERHEAD
+        checkpoints = self.machine.keep + 1 if self.machine.checkpoint_every else 1  # also the next one
+        self.disk = (12 * checkpoints + self.c) * self.weights  # with the final model
+        reference = self.c if args.kl_coef > 0 else 0
+        offloaded = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
+        self.host = offloaded * self.weights  # memory of all nodes together
         sizes = [self.machine.micro_tokens] if self.machine.micro_tokens else [*MICRO_TOKENS, 1]
         choices = [(size, self.machine.gradient_checkpointing) for size in sizes]
         if self.machine.gradient_checkpointing == "auto":
@@ -80,7 +81,6 @@ class Plan:
             if sum(self.phases()["update"].values()) <= self.usable:
                 break
 
-    # -- GPUs ------------------------------------------------------------------------------------------------
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {what: bytes at the phase's peak}}. Scoring takes less than the update."""
         a, m, c = self.args, self.machine, self.c
@@ -99,83 +99,48 @@ class Plan:
                   "activations": self.layers * layer if self.recompute == "off" else inputs + layer,
                   "logits": 20 * (logits if m.plain else min(CHUNK["cuda"], logits)),
                   "gradient of the head": 2 * c * head}
-        sampler = dict(sampling=m.gpu_memory * self.gpu, vote=ASLEEP, update=ASLEEP,
-                       sync=ASLEEP + c * self.weights / m.tensor_parallel)
+        awake, asleep = ASLEEP + c * self.weights / m.tensor_parallel, ASLEEP
+        sampling = m.gpu_memory * self.gpu
         if not self.vllm:  # it never sleeps
-            sampler = dict.fromkeys(sampler, c * self.weights) | dict(sampling=c * self.weights + WORKSPACE)
-        phases = dict(sampling={}, vote=self.own, update=update, sync={"gathered weights": 2 * c * head})
+            awake = asleep = c * self.weights
+            sampling = awake + WORKSPACE
+        phases = dict(sampling=dict(sampler=sampling), vote=self.own | dict(sampler=asleep),
+                      update=update | dict(sampler=asleep),
+                      sync={"gathered weights": 2 * c * head, "sampler": awake})
         if not self.own:
             del phases["vote"]
-        return {phase: stays | parts | {"sampler": sampler[phase]} for phase, parts in phases.items()}
+        return {phase: stays | parts for phase, parts in phases.items()}
 
-    def cached(self, parallel: int) -> tuple[int, int]:
-        """(sequences of full length that an engine of so many GPUs has room for, sequences that it gets)."""
+    def cached(self) -> tuple[int, int]:
+        """(sequences of full length that a vLLM engine has room for, sequences that it gets)."""
+        parallel = self.machine.tensor_parallel
         room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
+        # keys and values of a sequence on each of the engine's GPUs
+        sequence = 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
         given = self.args.prompts_per_batch * self.args.responses_per_prompt()
-        return int(max(0, room) / self.sequence(parallel)), -(-given * parallel // self.ranks)
-
-    def sequence(self, parallel: int) -> int:
-        """Bytes of the keys and values of a sequence of full length on each of its engine's GPUs."""
-        return 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
-
-    def sampling_seconds(self, parallel: int) -> float:
-        """A step's, on paper: each token of the longest response reads the weights and, as most responses
-        are short, a quarter of all keys and values. Sequences without room wait."""
-        room, given = self.cached(parallel)
-        read = self.c * self.weights / parallel + min(given, 2 * room) * self.sequence(parallel) / 4
-        token = read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
-        return self.args.max_new_tokens * token * max(1, given / max(1, 2 * room))
+        return int(max(0, room) / sequence), -(-given * parallel // self.ranks)
 
     def misfit(self) -> str:
-        """The phase that takes more than there is; "cache": vLLM has no room for a sequence; "": it fits."""
+        """One sentence: the phase that takes more than there is, and what may help. Empty: the run fits."""
         for phase, parts in self.phases().items():
             if sum(parts.values()) > self.usable:
-                return phase
-        return "cache" if self.vllm and not self.cached(self.machine.tensor_parallel)[0] else ""
-
-    def verdict(self) -> str:
-        """One sentence: it fits, or what does not and what may help."""
-        phase = self.misfit()
-        if not phase:
-            return "It fits."
-        what = f"vLLM's share of a GPU has no room for a sequence of {self.length:,} tokens"
-        if phase != "cache":
-            what = (f"{phase} takes {sum(self.phases()[phase].values()) / GIB:.1f} GiB of each GPU's "
-                    f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free")
-        return f"It does not fit: {what}; try {REMEDIES[phase]}."
-
-    def parallel_advice(self) -> str:
-        """A sentence if engines of more GPUs sample a step in less than three quarters of the time."""
-        now, heads = self.machine.tensor_parallel, range(1, self.heads + 1)
-        possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
-        times = {n: self.sampling_seconds(n) for n in [now, *possible]}
-        best = min(n for n, time in times.items() if time < 1.15 * min(times.values()))
-        if not self.vllm or times[best] > 0.75 * times[now]:
-            return ""
-        return (f"On paper, with NVLink, --tensor_parallel {best} samples a step in {times[best]:,.0f} s, "
-                f"{now} in {times[now]:,.0f} s.")
-
-    # -- disk and host memory --------------------------------------------------------------------------------
-    def disk(self) -> float:
-        """Bytes of the checkpoints, while the next is written, and of the final model."""
-        kept = self.machine.keep + 1 if self.machine.checkpoint_every else 1
-        return 12 * self.weights * kept + self.c * self.weights
-
-    def host(self) -> float:
-        """Bytes of host memory that --offload takes of all nodes together."""
-        reference = self.c if self.args.kl_coef > 0 else 0
-        each = dict(none=0, reference=reference, optimizer=16 + reference)[self.machine.offload]
-        return each * self.weights
+                return (f"It does not fit: {phase} takes {sum(parts.values()) / GIB:.1f} GiB of each GPU's "
+                        f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free; "
+                        f"try {REMEDIES[phase]}.")
+        if self.vllm and not self.cached()[0]:
+            return (f"It does not fit: vLLM's share of a GPU has no room for a sequence of {self.length:,} "
+                    f"tokens; try {REMEDIES['cache']}.")
+        return ""
 
     def shortages(self) -> list[str]:
         """What this machine's disk and memory lack."""
         out, found = Path(self.machine.out or "runs").resolve(), []
         there = 12 * self.weights * len(complete(out))
         free = shutil.disk_usage(next(folder for folder in [out, *out.parents] if folder.exists())).free
-        if self.disk() > there + free:
-            found.append(f"the run takes up to {self.disk() / 1e9:,.0f} GB of disk, but {out} has "
+        if self.disk > there + free:
+            found.append(f"the run takes up to {self.disk / 1e9:,.0f} GB of disk, but {out} has "
                          f"{free / 1e9:,.0f} GB left; give another --out or a smaller --keep.")
-        here = self.host() * from_torchrun("LOCAL_WORLD_SIZE", 1) / self.ranks
+        here = self.host * from_torchrun("LOCAL_WORLD_SIZE", 1) / self.ranks
         if here > (free := free_memory()):
             found.append(f"--offload {self.machine.offload} takes {here / GIB:,.0f} GiB of this machine's "
                          f"memory, of which {free / GIB:,.0f} GiB are free.")
@@ -194,25 +159,24 @@ class Plan:
         for name in self.args.own_models():
             if name not in self.own:
                 lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
-        room, given = self.cached(self.machine.tensor_parallel)
+        room, given = self.cached()
         if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
                          f"{given:,}.")
         size = f"up to {self.micro_tokens:,} tokens" if self.micro_tokens > 1 else "one sequence"
-        lines += [f"Micro-batches have {size} (--micro_tokens), activations are "
-                  f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).",
-                  f"A checkpoint takes {12 * self.weights / 1e9:,.1f} GB of disk; with --keep "
-                  f"{self.machine.keep}, while the next is written, and the final model it is "
-                  f"{self.disk() / 1e9:,.1f} GB."]
+        lines.append(f"Micro-batches have {size} (--micro_tokens), activations are "
+                     f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).")
+        lines.append(f"A checkpoint takes {12 * self.weights / 1e9:,.1f} GB of disk; all that are kept, and "
+                     f"the final model, take {self.disk / 1e9:,.1f} GB.")
         if self.machine.offload != "none":
-            lines.append(f"--offload {self.machine.offload} takes {self.host() / GIB:,.1f} GiB of host "
+            lines.append(f"--offload {self.machine.offload} takes {self.host / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
         here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
-        return "\n".join([*lines, *here, *filter(None, [self.parallel_advice()]), self.verdict()])
+        return "\n".join([*lines, *here, self.misfit() or "It fits."])
 
 
 def parameters_of(config, trust_remote_code: bool = False) -> int:
-    """Counted in a model without memory."""
+    """The parameters of a model, counted in one without memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in model.parameters())
@@ -266,8 +230,8 @@ def choose_memory_settings(args, config, device) -> dict:
             print0(f"Warning: {error}")
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
-            fits = [f"{plan.verdict()} No GPU has confirmed this plan (--plan)."] if plan.misfit() else []
-            for warning in filter(None, [*fits, plan.parallel_advice(), *plan.shortages()]):
+            misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
+            for warning in filter(None, [misfit, *plan.shortages()]):
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

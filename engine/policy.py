@@ -18,7 +18,7 @@ from engine.base import timed
 from engine.logprobs import PackedHead
 from engine.measure import fastest_exact_implementation
 from engine.models import PACKED
-from engine.ranks import all_gather, distributed, on_all_ranks, rank_and_ranks
+from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -224,19 +224,15 @@ class Policy:
         """Write the model in Hugging Face format, in the compute type, to one side, and rename it.
 
         Raises UserError, on all ranks, if it cannot be written."""
-        on_all_ranks(lambda: self._save(folder, tokenizer), lambda reason: (
-            f"the final model could not be written to {folder} ({reason}); --resume writes it again."))
-
-    def _save(self, folder: Path, tokenizer) -> None:
-        """The ranks gather the tensors, and rank 0 collects them in host memory."""
-        state = {}
-        for name, tensor in self.named_tensors():
+        state, stored = {}, self.model.state_dict()
+        for name, tensor in self.named_tensors():  # rank 0 collects them in host memory
             if self.rank == 0:
                 state[name] = tensor.cpu()
-        if self.rank:
-            return
-        stored = self.model.state_dict()
         state |= {name: buffer.cpu() for name, buffer in self.model.named_buffers() if name in stored}
+        on_rank_0(lambda: self._write(folder, tokenizer, state), lambda reason: (
+            f"the final model could not be written to {folder} ({reason}); --resume writes it again."))
+
+    def _write(self, folder: Path, tokenizer, state: dict[str, torch.Tensor]) -> None:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         self.model.save_pretrained(partial, state_dict=state)

@@ -38,15 +38,9 @@ def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
     bf16 = dtype == "bfloat16" or dtype == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
-        if device.index >= torch.cuda.device_count():
-            raise UserError("--nproc-per-node asks for more processes than the "
-                            f"{torch.cuda.device_count()} GPU(s) here.")
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
-        if not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
-            if ranks > 1 and os.environ.get("RANK"):
-                raise UserError("RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not: give "
-                                "them, or start the script with torchrun.")
+        if ranks == 1 and not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         # a rank may wait for another that samples or scores much longer responses

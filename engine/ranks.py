@@ -66,6 +66,11 @@ def on_all_ranks(work, sentence=str) -> list:
     return [result for result, _ in results]
 
 
+def on_rank_0(work, sentence=str):
+    """What work() returns on rank 0, on every rank; if it fails there, all raise UserError, as above."""
+    return on_all_ranks(lambda: work() if rank_and_ranks()[0] == 0 else None, sentence)[0]
+
+
 def same_on_all_ranks(mine: dict) -> None:
     """Raises UserError, naming the entry and the rank, if one of these values differs from rank 0's."""
     first, *others = all_gather(mine)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import util
 
 import torch
 
@@ -29,56 +28,39 @@ def errors(args) -> list[str]:
     """One sentence per bad flag: flag, value, what is allowed."""
     if bad := out_of_range(args):
         return bad
-    responses, least = args.responses_per_prompt(), args.LEAST_TRAINED
-    if responses < 2:
-        bad.append(f"the responses per prompt are {responses}, but must be at least 2: an advantage compares "
-                   "them.")
-    elif not least <= args.train_samples <= responses:
-        bad.append(f"--train_samples is {args.train_samples}, but must be at least {least} and at most "
-                   f"{responses}, the responses per prompt.")
-    sequences = args.prompts_per_batch * args.train_samples
-    if args.num_minibatches > sequences:
-        bad.append(f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the "
-                   "trained responses of a batch (prompts_per_batch x train_samples).")
-    if args.steps == 0 and args.epochs == 0:
-        bad.append("--epochs is 0 and --steps is 0, so there is nothing to do; give one of them.")
-    return bad + machine_errors(args)
-
-
-def machine_errors(args) -> list[str]:
-    """One sentence for each thing that is wrong with --sampler, --tensor_parallel, --dtype."""
-    ranks, parallel, bad = args.machine.gpus or rank_and_ranks()[1], args.machine.tensor_parallel, []
-    if (args.machine.gpus or args.machine.gpu_gib) and not args.machine.plan:
-        bad.append("--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node.")
-    if ranks % parallel:
-        bad.append(f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}.")
-    if parallel > 1 and not uses_vllm(args.machine):
-        bad.append(f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give "
-                   "--sampler vllm.")
-    elif args.machine.sampler == "vllm" and not args.machine.plan and not has_vllm():
-        bad.append("--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf.")
-    if args.machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")):
-        bad.append("--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out.")
-    for flag, value in (("--temperature", args.temperature),
-                        ("--eval_temperature (evaluate.py: --temperature)", args.eval_temperature)):
-        if uses_vllm(args.machine) and 0 < value < 0.01:
-            bad.append(f"{flag} is {value}, but must be at least 0.01 with vLLM, which raises it to that; "
-                       "give a larger one or --sampler hf.")
-    hidden = args.machine.plan or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    small = args.model in ("", "toy", "smollm2")
+    machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
+    responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
+    sequences, vllm, here = args.prompts_per_batch * args.train_samples, uses_vllm(machine), not machine.plan
+    cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
     cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
     if not torch.version.cuda:
         cause = "it has no CUDA; install requirements.txt into an environment of its own"
-    if (torch.version.cuda or os.path.exists("/proc/driver/nvidia")) and not (
-            torch.cuda.is_available() or hidden or small):
-        bad.append(f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set "
-                   "CUDA_VISIBLE_DEVICES= (empty).")
-    if args.machine.offload != "none" and not (torch.cuda.is_available() or args.machine.plan):
-        bad.append(f"--offload is '{args.machine.offload}', but there is no GPU here to take anything off.")
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    if old and args.machine.dtype != "float32" and not args.machine.plan:
-        bad.append(f"--dtype is '{args.machine.dtype}', but must be float32: this GPU has no bfloat16.")
-    return bad
+    table = [  # (what is wrong, sentence)
+        (responses < 2,
+         f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),
+        (responses >= 2 and not least <= args.train_samples <= responses,
+         f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
+         "the responses per prompt."),
+        (args.num_minibatches > sequences,
+         f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
+         "responses of a batch (prompts_per_batch x train_samples)."),
+        (args.steps == 0 and args.epochs == 0,
+         "--epochs is 0 and --steps is 0, so there is nothing to do; give one of them."),
+        (here and (machine.gpus or machine.gpu_gib),
+         "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
+        (ranks % parallel,
+         f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
+        (parallel > 1 and not vllm,
+         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
+        (here and vllm and not has_vllm(),
+         "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
+        (here and wanted and not (cuda or hidden),
+         f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
+         "(empty)."),
+        (here and machine.offload != "none" and not cuda,
+         f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
+    return [sentence for wrong, sentence in table if wrong]
 
 
 # ------------------------------------------------ model and data --------------------------------------------
@@ -116,9 +98,8 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
 
 def print_prompts(tokenizer, sets: dict[str, list], own: dict[str, list[int]]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    first = next((name for name, part in sets.items() if part), None)
-    prompts = {f"first problem of {first}": sets[first][0].prompt_ids} if first else {}
-    for name, ids in (prompts | own).items():
+    firsts = [(f"first problem of {name}", part[0].prompt_ids) for name, part in sets.items() if part]
+    for name, ids in [*firsts[:1], *own.items()]:
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 

@@ -12,7 +12,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
+from engine.base import Request, Sample, UserError, stop_texts, timed
 from engine.models import load_model
 
 
@@ -36,21 +36,6 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
     return options
 
 
-def import_vllm():
-    """(its class of engines, the environment variables of vLLM's that a user has set, for errors: they seldom
-    name the one at fault). Raises UserError if it cannot read one."""
-    given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-    given = {name: value for name, value in given.items() if VARIABLES.get(name) != value}
-    shown = "".join(f"; {name} is '{given[name]}'" for name in sorted(given))
-    try:
-        from vllm import LLM, envs
-        for name in given.keys() & envs.environment_variables.keys():
-            envs.environment_variables[name]()
-        return LLM, shown
-    except (ValueError, LookupError, AssertionError) as error:
-        raise UserError(f"vLLM cannot read its environment variables: {first_line(error)}{shown}.") from None
-
-
 class VLLMSampler:
     """vLLM in the trainer's process, one engine per rank or per --tensor_parallel ranks; CUDA and CPU alike.
 
@@ -63,18 +48,23 @@ class VLLMSampler:
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
-        LLM, given = import_vllm()  # only now: it replaces some of transformers' configs
         try:
+            from vllm import LLM  # only now: it replaces some of transformers' configs
             self.llm = LLM(
                 model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
                 enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
                 trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
                 tensor_parallel_size=machine.tensor_parallel,
                 **vllm_options(machine, max_length, self.cuda))
+        except ImportError:  # a broken install is no matter of the model
+            raise
         except Exception as error:
+            # its errors seldom name the environment variable at fault
+            own = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
+            given = [f"; {name} is '{value}'" for name, value in own.items() if VARIABLES.get(name) != value]
             raise UserError(f"vLLM does not start with --model, which is of the type "
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
-                            f"{' '.join(str(error).split())[:200]}{given}") from None
+                            f"{' '.join(str(error).split())[:200]}{''.join(given)}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too

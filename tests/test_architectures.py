@@ -149,7 +149,7 @@ def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, mo
     original = type(model).forward
     monkeypatch.setattr(type(model), "forward", forward)
     hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
-    assert not hf.pad_prompts and "uses fused attention and one prompt at a time" in capsys.readouterr().out
+    assert not hf.pad_prompts and "uses one prompt at a time and fused attention" in capsys.readouterr().out
     responses, found = measure.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
     assert (found - measure.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
 

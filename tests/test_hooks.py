@@ -151,11 +151,11 @@ def tensor_in_state(args, **task):
 
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
-     r"rewards must be a tensor \[4\] of finite floats, one per response"),
+     r"rewards must be a tensor \[4\] of finite floats, but are"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
-     "classes must be a list of 4, a whole number or None"),
+     "classes must be a list of 4 whole numbers or None"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),

@@ -241,7 +241,7 @@ def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
 
 def test_a_checkpoint_without_its_run_is_one_sentence(tmp_path):
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="a checkpoint, but .*run.json, which names the model that"):
+    with pytest.raises(UserError, match="a checkpoint, but .*run.json cannot be read, it does not exist"):
         evaluate.Args(model=str(tmp_path)).run_args()
 
 

@@ -145,8 +145,6 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(votes=0), f"--votes is 0, {RANGE}greater than or equal to 1."),
     ("ttrl", dict(temperature=0), f"--temperature is 0.0, {RANGE}greater than 0."),
     ("ttrl", dict(lr="nan"), f"--lr is nan, {RANGE}"),
-    ("ttrl", dict(sampler="vllm", temperature=0.005), f"--temperature is 0.005, {RANGE}at least 0.01 w"),
-    ("evaluate", dict(sampler="vllm", temperature=0.005), "--eval_temperature (evaluate.py: --temperature)"),
     ("scrl", dict(tau_pos=2), f"--tau_pos is 2.0, {RANGE}less than or equal to 1."),
     ("evaluate", dict(samples=0), f"--samples is 0, {RANGE}greater than or equal to 1."),
     # options that do not go together
@@ -171,7 +169,6 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
     ("evaluate", dict(temperature=0, samples=2), "--samples is 2, but at temperature 0 (--preset"),
-    ("ttrl", dict(wandb=True), "--wandb is given, but wandb is not installed here; `pip install wandb` or"),
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders

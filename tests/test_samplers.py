@@ -248,16 +248,13 @@ def constructor(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("name, value, words", [
-    ("VLLM_CPU_KVCACHE_SPACE", "much", "vLLM cannot read its environment variables"),
-    ("VLLM_PORT", "http", "vLLM cannot read its environment variables"),
-    ("VLLM_TRACE_FUNCTION", "yes", "vLLM cannot read its environment variables"),
-    ("VLLM_CPU_OMP_THREADS_BIND", "nobody", "vLLM does not start with --model")])
-def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value, words):
-    """The last is one of which vLLM complains only in the engine, and does not name it."""
+@pytest.mark.parametrize("name, value", [
+    ("VLLM_CPU_KVCACHE_SPACE", "much"), ("VLLM_PORT", "http"), ("VLLM_CPU_OMP_THREADS_BIND", "nobody")])
+def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value):
+    """vLLM complains, but does not always name it. The first one is read here, too."""
     constructor.side_effect = ValueError("invalid literal for int()")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{words}.*; {name} is '{value}'"):
+    with pytest.raises(UserError, match=f"^vLLM does not start with --model.*; {name} is '{value}'"):
         gpu_sampler("cpu")
 
 

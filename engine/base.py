@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
 
 class UserError(Exception):
@@ -71,11 +72,13 @@ def stable_hash(*parts) -> int:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, with the next if it ends in a colon; its kind if it has none.
 
-    A library that asks for its own option does not know our flag for it."""
+    A library that asks for its own option, or cannot write its cache, does not know our flag for it."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     if "trust_remote_code=True" in str(error):
         return (f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code, at every start (a "
                 "run's folder does not keep it)")
+    if isinstance(error, OSError) and str(error.filename).startswith((HF_HOME, HF_HUB_CACHE)):
+        return f"the cache {error.filename} cannot be used ({error.strerror}); HF_HOME names another"
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 

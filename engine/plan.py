@@ -28,6 +28,8 @@ MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else on
 # Assumed: CUDA context, NCCL and cuBLAS; what fragmentation leaves of a GPU; CUDA graphs of a sleeping vLLM;
 # activations and logits of vLLM's largest batch, and those, keys and values of the sampler without vLLM.
 OVERHEAD, USABLE, ASLEEP, WORKSPACE = 2 * GIB, 0.95, 1 * GIB, 3 * GIB
+# Assumed, of an H100 with NVLink: bytes a second that sampling reads, seconds of an all-reduce of a layer.
+BANDWIDTH, ALL_REDUCE = 2.85e12, 12e-6
 UNTRIED = "num_.*experts$|^n_.*experts$|^kv_lora_rank$"  # entries of a config that is refused with vLLM
 REMEDIES = dict(
     sampling="a smaller --gpu_memory, --offload optimizer, more GPUs",
@@ -57,10 +59,10 @@ class Plan:
         text = config.get_text_config()
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
-        heads = text.num_attention_heads
-        self.kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        self.head_size = getattr(text, "head_dim", None) or self.hidden // heads
-        self.q, self.kv = heads * self.head_size, self.kv_heads * self.head_size
+        self.heads = text.num_attention_heads
+        self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
+        self.head_size = getattr(text, "head_dim", None) or self.hidden // self.heads
+        self.q, self.kv = self.heads * self.head_size, self.kv_heads * self.head_size
         self.weights = parameters_of(config, self.machine.trust_remote_code)
         self.root = self.vocabulary * self.hidden * (1 if text.tie_word_embeddings else 2)
         self.layer = (self.weights - self.root) // self.layers
@@ -111,14 +113,34 @@ class Plan:
             del phases["vote"]
         return {phase: stays | parts for phase, parts in phases.items()}
 
-    def cached(self) -> tuple[int, int]:
-        """(sequences of full length that a vLLM engine has room for, sequences that it gets)."""
-        parallel = self.machine.tensor_parallel
+    def cached(self, parallel: int) -> tuple[int, int]:
+        """(sequences of full length that an engine of so many GPUs has room for, sequences that it gets)."""
         room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
-        # keys and values of a sequence on each of the engine's GPUs
-        sequence = 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
         given = self.args.prompts_per_batch * self.args.responses_per_prompt()
-        return int(max(0, room) / sequence), -(-given * parallel // self.ranks)
+        return int(max(0, room) / self.sequence(parallel)), -(-given * parallel // self.ranks)
+
+    def sequence(self, parallel: int) -> int:
+        """Bytes of the keys and values of a sequence of full length on each of its engine's GPUs."""
+        return 2 * self.c * self.layers * -(-self.kv_heads // parallel) * self.head_size * self.length
+
+    def sampling_seconds(self, parallel: int) -> float:
+        """A step's, on paper: each token of the longest response reads the weights and, as most responses
+        are short, a quarter of all keys and values. Sequences without room wait."""
+        room, given = self.cached(parallel)
+        read = self.c * self.weights / parallel + min(given, 2 * room) * self.sequence(parallel) / 4
+        token = read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
+        return self.args.max_new_tokens * token * max(1, given / max(1, 2 * room))
+
+    def parallel_advice(self) -> str:
+        """A sentence if engines of more GPUs sample a step in less than three quarters of the time."""
+        now, heads = self.machine.tensor_parallel, range(1, self.heads + 1)
+        possible = [n for n in heads if not (self.ranks % n or self.heads % n) and now <= n <= 8]
+        times = {n: self.sampling_seconds(n) for n in [now, *possible]}
+        best = min(n for n, time in times.items() if time < 1.15 * min(times.values()))
+        if not self.vllm or times[best] > 0.75 * times[now]:
+            return ""
+        return (f"On paper, with NVLink, --tensor_parallel {best} samples a step in {times[best]:,.0f} s, "
+                f"{now} in {times[now]:,.0f} s.")
 
     def misfit(self) -> str:
         """One sentence: the phase that takes more than there is, and what may help. Empty: the run fits."""
@@ -127,7 +149,7 @@ class Plan:
                 return (f"It does not fit: {phase} takes {sum(parts.values()) / GIB:.1f} GiB of each GPU's "
                         f"{self.gpu / GIB:g}, of which a twentieth and {OVERHEAD / GIB:.0f} must stay free; "
                         f"try {REMEDIES[phase]}.")
-        if self.vllm and not self.cached()[0]:
+        if self.vllm and not self.cached(self.machine.tensor_parallel)[0]:
             return (f"It does not fit: vLLM's share of a GPU has no room for a sequence of {self.length:,} "
                     f"tokens; try {REMEDIES['cache']}.")
         return ""
@@ -159,7 +181,7 @@ class Plan:
         for name in self.args.own_models():
             if name not in self.own:
                 lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
-        room, given = self.cached()
+        room, given = self.cached(self.machine.tensor_parallel)
         if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
                          f"{given:,}.")
@@ -172,7 +194,8 @@ class Plan:
             lines.append(f"--offload {self.machine.offload} takes {self.host / GIB:,.1f} GiB of host "
                          "memory, over all nodes.")
         here = [] if self.machine.gpus else self.shortages()  # else another machine is planned
-        return "\n".join([*lines, *here, self.misfit() or "It fits."])
+        advice = filter(None, [self.parallel_advice()])
+        return "\n".join([*lines, *here, *advice, self.misfit() or "It fits."])
 
 
 def parameters_of(config, trust_remote_code: bool = False) -> int:
@@ -231,7 +254,7 @@ def choose_memory_settings(args, config, device) -> dict:
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
             misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
-            for warning in filter(None, [misfit, *plan.shortages()]):
+            for warning in filter(None, [misfit, plan.parallel_advice(), *plan.shortages()]):
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and device.type == "cuda"
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

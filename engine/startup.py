@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import util
 
 import torch
 
@@ -55,6 +56,11 @@ def errors(args) -> list[str]:
          f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
         (here and vllm and not has_vllm(),
          "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
+        (machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")),
+         "--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out."),
+        (vllm and any(0 < value < 0.01 for value in (args.temperature, args.eval_temperature)),
+         f"--temperature is {args.temperature}, --eval_temperature (evaluate.py: --temperature) is "
+         f"{args.eval_temperature}, but vLLM raises less than 0.01 to that; give more or --sampler hf."),
         (here and wanted and not (cuda or hidden),
          f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
          "(empty)."),

@@ -176,6 +176,7 @@ x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4
 """)
 # In each line no answer equals another.
 DIFFERENT = table(r"""
+2 1/b | 2 | 2\frac12! | 2\frac12^x | 2 \u00b2/3
 2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt3\cdot10^{-30} | \sqrt{2}+10^{-30} | \sqrt{2}
 0.333333 | \frac13 | 0.3333333333333333 | 3.14 | \pi | \frac{22}{7} | 3.14159265358979
 e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12} | \frac{\pi}{1000001} |
@@ -429,7 +430,7 @@ HOSTILE = [
     "nan", "inf", "1e999999999", "0^{-1}", "\\frac{0}{0}", "\\log 0", "\u0661\u0662\u0663", "\ud800",
     r"\infty-\infty", "0.{3}", "9.9e999/3",
 ]
-PIECES = r"1 x \pi \frac { } ( ) [ ] + - = ^ _ , . \sqrt \text{ cm % \circ $ \, \left < \{ \\ and !".split()
+PIECES = r"1 x \pi \frac { } ( ) [ ] + - = ^ _ , . \sqrt \text{ cm % \circ $ \, \left < \{ \\ and ! / b \frac12".split()
 
 
 def test_a_hostile_answer_runs_nothing_and_ends():
@@ -443,7 +444,7 @@ def test_a_hostile_answer_runs_nothing_and_ends():
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
-@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=30))
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map(" ".join) | st.text(max_size=30))
 def test_scribble_does_no_harm(text):
     assert classes([text, None, text, "7"])[:3] == [0, None, 0]
     extract_answer("\\boxed{" + text)

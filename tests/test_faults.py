@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 import common
 import ttrl
 from engine import checkpoint, process
-from engine.base import UserError
+from engine.base import HF_HOME, UserError, first_line
 from engine.models import load_model, read_config
 from engine.process import StopSignal, leave
 
@@ -506,6 +506,14 @@ def test_what_changes_no_model_is_read(tmp_path, file, change):
     model = str(copy_of_the_toy(tmp_path / "model", file, change))
     read_config(model, 8, 8)
     assert_equal(load_model(model).state_dict(), load_model(str(ROOT / "toy")).state_dict())
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (PermissionError(13, "denied", f"{HF_HOME}/modules"), f"the cache {HF_HOME}/modules cannot be used (d"),
+    (FileNotFoundError(2, "no", HF_HOME), f"the cache {HF_HOME} cannot be used (no); HF_HOME names another"),
+    (FileNotFoundError(2, "no", "model/config.json"), "[Errno 2] no: 'model/config.json'")])
+def test_a_cache_that_cannot_be_written_is_named(error, sentence):
+    assert first_line(error).startswith(sentence)
 
 
 # --------------------------------------------- the folder, and how a run ends ------------------------------

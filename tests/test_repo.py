@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(answers=1027, engine=3536, tools=898, claims=379, tests=8108, exercises=260, docs=372)
+MOST_LINES = dict(answers=1027, engine=3514, tools=899, claims=379, tests=8066, exercises=260, docs=372)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -145,6 +145,8 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(votes=0), f"--votes is 0, {RANGE}greater than or equal to 1."),
     ("ttrl", dict(temperature=0), f"--temperature is 0.0, {RANGE}greater than 0."),
     ("ttrl", dict(lr="nan"), f"--lr is nan, {RANGE}"),
+    ("ttrl", dict(sampler="vllm", temperature=0.005), "--temperature is 0.005, --eval_temperature (evaluate"),
+    ("evaluate", dict(sampler="vllm", temperature=0.005), "--temperature is 1.0, --eval_temperature (evalua"),
     ("scrl", dict(tau_pos=2), f"--tau_pos is 2.0, {RANGE}less than or equal to 1."),
     ("evaluate", dict(samples=0), f"--samples is 0, {RANGE}greater than or equal to 1."),
     # options that do not go together
@@ -169,6 +171,7 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
     ("evaluate", dict(temperature=0, samples=2), "--samples is 2, but at temperature 0 (--preset"),
+    ("ttrl", dict(wandb=True), "--wandb is given, but wandb is not installed here; `pip install wandb` or"),
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders

@@ -33,7 +33,7 @@ class Shared:
     """The options that evaluate.py has, too."""
     template_vars: str = ""
     """Variables of the model's chat template, a JSON object such as '{"enable_thinking": false}'. Where a
-    template writes today's date, it is 26 July 2024, so that prompts stay the same."""
+    template writes today's date, 26 July 2024 is put, so that prompts stay the same."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
@@ -57,16 +57,16 @@ class Shared:
 @dataclasses.dataclass
 class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
-    """Largest difference of a token's sampler and trainer log-probs that float32 allows; in bfloat16 the
-    limit is 0.1, or 5 times the first step's, on average."""
+    """Largest difference of a token's sampler and trainer log-probs, above which a float32 run stops; one in
+    bfloat16 stops above 0.1, or 5 times the first step's, on average."""
     plain: bool = False
     """The slow and obvious way, with padded rows and full logits, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     micro_tokens: CountOrZero = 0
-    """Tokens per micro-batch and rank, or a longest response: memory, not the result. 0: 16384, or less."""
+    """Most tokens of a micro-batch; more of them take more memory and change no result. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"
-    """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Not run on a GPU."""
+    """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
     plan: bool = False
     """Print the memory that this run takes, from the model's config alone, and exit."""
     gpus: CountOrZero = 0

@@ -96,7 +96,7 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
                             f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
     if train and args.labels == "gold" and not (problems and all(p.answer is not None for p in problems)):
         raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold answer.")
-    if problems and len(problems) < args.prompts_per_batch:
+    if problems and len(problems) < args.prompts_per_batch and not machine.show_prompt:
         raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
                         f"{len(problems)}, the problems of --dataset: a batch holds none twice.")
     return {"--dataset": problems} | sets

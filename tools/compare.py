@@ -115,7 +115,7 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
         had = about["args"] | about.get("identity", {})
         for name, values in task.items():
             if had.get(name) not in values:
-                raise UserError(f"{folder}: {name} is {had.get(name)}, but the stored rows have {values[0]}.")
+                raise UserError(f"{folder} has another {name} than the stored rows; let tools.compare train.")
         lines = log.read_metrics(folder)
         scores = [line for line in lines if log.has_evaluation(line)][0 if start else -1]
         took = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
     parser.add_argument("what", nargs="*", help="scripts with their switches, or folders of finished runs")
     parser.add_argument("--on", choices=REGIMES, default="toy", help="the model and its problems")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="a run for each")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where the runs' folders go")
     parser.add_argument("--store", metavar="NAME", help="keep the row under this name in docs/leaderboard.md")

@@ -156,14 +156,14 @@ def main() -> None:
     parser.add_argument("--model", default="", help="Hub id or folder; empty: the toy; smollm2")
     parser.add_argument("--dataset", default="", help="Hub id, short name or file; of the toy: its own")
     parser.add_argument("--n", type=int, default=16, help="responses per problem")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the samples")
     parser.add_argument("--embedder", default="words", help="EVOL-RL's, as in evol_rl.py; empty: without")
     options = parser.parse_args()
     if options.n < 2:
         parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
     try:
         embed = Embedder(options.embedder) if options.embedder else None
-        print("R: rewards. A: advantages; RESTRAIN's are two (docs/restrain.md).\n"
+        print("R: rewards. A: advantages. RESTRAIN's A+ counts towards a response, A- against it.\n"
               "H: a response's mean token entropy, nats. ETTRL x: EAR's factor.\n")
         for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
             print(as_text(vote, embed))

@@ -80,7 +80,7 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
     assert compare.difference("a", runs, base) == (
         "a less TTRL, seed by seed: test greedy +0.200, 95% interval +0.004 to +0.396: above; "
         "test pass@1 +0.250, 95% interval +0.250 to +0.250: above.")
-    with pytest.raises(UserError, match="a-seed1 has another eval_samples than the stored rows"):
+    with pytest.raises(UserError, match="has another eval_samples than the stored"):
         compare.row_of(folders, "toy", task | {"eval_samples": [8]})
     (folders[1] / "metrics.jsonl").open("a").write('{"step": 2}')  # of which there is no evaluation yet
     with pytest.raises(UserError, match="a-seed2 holds no finished run"):

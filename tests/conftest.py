@@ -21,6 +21,8 @@ from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run in the background inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)  # that these two are ignored
 
 import pytest
 import torch

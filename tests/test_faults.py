@@ -215,7 +215,6 @@ def test_a_closed_terminal_does_not_stop_the_step_before_it_is_saved(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:
         try:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
             signal.alarm(60)
             stop = StopSignal(tmp_path, 0)
             stop.listen()

@@ -83,7 +83,7 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
                 running[folder] = start(folder, jobs[folder])
-                print(f"{folder.name} has started; {len(waiting)} runs are waiting.", flush=True)
+                print(f"{folder} has started (see logs/ beside it); to start: {len(waiting)}.", flush=True)
             time.sleep(1)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 if running.pop(folder).returncode:

@@ -20,15 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 # --------------------------------------------- float32 logits ----------------------------------------------
 def product(a: torch.Tensor, b: torch.Tensor, dtype) -> torch.Tensor:
     """a b as this type, summed in float32."""
-    if a.device.type != "cpu":
-        return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
-    setting = torch.backends.mkldnn.matmul
-    before = setting.fp32_precision
-    try:  # with AMX bfloat16 numbers are multiplied as such, and still summed to float32
-        setting.fp32_precision = "bf16" if b.dtype == torch.bfloat16 else before
+    if a.device.type == "cpu":
         return (a.float() @ b.float()).to(dtype)
-    finally:
-        setting.fp32_precision = before
+    return torch.mm(a.to(b.dtype), b, out_dtype=dtype)  # it has no gradient of its own
 
 
 class Float32Logits(torch.autograd.Function):
@@ -124,6 +118,11 @@ class ChunkedHead(PlainHead):
 class PackedHead(ChunkedHead):
     """For models whose attention is `packed_attention`."""
 
+    def forward(self, inputs: dict, *others):
+        packing = inputs.get("packing")
+        # a function, as compiled layers look into a list, and are compiled again for one of another length
+        return super().forward(inputs | dict(packing=packing and (lambda: packing)), *others)
+
     @staticmethod
     def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
         """(model inputs, predict_from [T]): one row of what all prompts begin with and, prompt by prompt, its
@@ -151,21 +150,20 @@ class PackedHead(ChunkedHead):
             pack = (unpack.flatten() >= 0).nonzero().squeeze(-1)
             groups.append((len(prompt) - shared, unpack.clamp(min=0), pack))
         inputs = dict(input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([positions]))
-        return inputs | dict(shared=shared, groups=groups), torch.tensor(predict_from)
+        return inputs | dict(packing=(shared, groups)), torch.tensor(predict_from)
 
 
 # where attention of float32 that shares keys and values among heads would hold all scores in memory
 ONE_HEAD_EACH = ("cuda",)
 
 
-def packed_attention(module, query, key, value, attention_mask, shared=0, groups=None, scaling=None,
-                     **options):
+def packed_attention(module, query, key, value, attention_mask, packing=None, scaling=None, **options):
     """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. What prompts share attends to
     itself, once; the rest of a prompt attends to that and to itself; each response, a row, attends to both
-    and to itself. Without `groups`: ordinary causal attention.
+    and to itself. packing: () -> (shared, groups), see `rows`; without it: ordinary causal attention.
 
     Padding is on the right, where causal attention never sees it."""
-    if groups is None:
+    if packing is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
 
     def attend(q, k, v):  # the last query stands at the last key
@@ -175,6 +173,7 @@ def packed_attention(module, query, key, value, attention_mask, shared=0, groups
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [rows * tokens, heads * d]
 
+    shared, groups = packing()
     sizes = [size for length, _, pack in groups for size in (length, len(pack))]
     begin, *parts = zip(*[x.split([shared, *sizes], dim=2) for x in (query, key, value)])
     out = [attend(*begin)] if shared else []

@@ -9,9 +9,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface
 
 from engine.base import Request, UserError, first_line
-from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.logprobs import ChunkedHead, PackedHead, PlainHead, packed_attention
 from engine.ranks import on_all_ranks, on_rank_0, print0
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
@@ -90,14 +92,15 @@ def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
             torch.cat([sample.logprobs for _, sample in pairs]))
 
 
-@torch.no_grad()
-def head_logprobs(head, responses: list) -> torch.Tensor:
+def head_logprobs(head, responses: list, device="cpu") -> torch.Tensor:
     """[2, T] log-probs and entropies of the responses' tokens, as this head computes them together."""
     inputs, predict_from = head.rows(responses)
-    targets = torch.tensor([token for r in responses for token in r.response_ids])
-    return torch.stack(head(inputs, predict_from, targets, 1.0))
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+    targets = torch.tensor([token for r in responses for token in r.response_ids], device=device)
+    return torch.stack(head(inputs, predict_from.to(device), targets, 1.0))
 
 
+@torch.no_grad()
 def eager_logprobs(model, responses: list) -> torch.Tensor:
     """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
     model.set_attn_implementation("eager")
@@ -115,11 +118,48 @@ def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: i
     ways = [(PackedHead, "packed")] if packed and not plain else []
     ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
 
+    @torch.no_grad()
     def probe(copy, head: type) -> tuple[list, torch.Tensor]:
         responses = probe_responses(copy)
         return responses, head_logprobs(head(copy), responses)
 
     return fastest_that_agrees(model, "the trainer", ways, probe, max_length=max_length)
+
+
+def decoder_layers(model) -> list:
+    """The modules that transformers keeps whole on a device."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+
+
+def compile_layers(model) -> None:
+    """Fuse norms, rotary embedding, SwiGLU and residuals. Attention, packed differently in each micro-batch,
+    stays as it is; recomputation and FSDP stay outside."""
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def compiled_layers_agree(model, head: type, attention: str, device, max_length: int = 0) -> bool:
+    """Whether a small copy has, on every rank's device, its own log-probs and gradients with compiled layers,
+    too. If not, a line says so."""
+    def compare() -> None:
+        found = []
+        for prepare in (id, compile_layers):
+            copy = smallest_copy(model, max_length).to(device)
+            copy.set_attn_implementation(attention)
+            prepare(copy)
+            values = head_logprobs(head(copy), probe_responses(copy), device)
+            values.sum().backward()
+            gradients = [p.grad.flatten() for p in copy.parameters() if p.grad is not None]
+            found.append(torch.cat([values.detach().flatten(), *gradients]))
+        torch.testing.assert_close(*found, rtol=AGREES, atol=AGREES * float(found[0].abs().max()))
+
+    try:
+        on_all_ranks(compare)
+    except UserError as error:  # no C compiler, for one
+        print0(f"Warning: --compile is left out, since compiled layers fail a test: {error}")
+        return False
+    return True
 
 
 def fastest_that_agrees(model, who: str, ways: list[tuple], probe, advice: str = "", max_length: int = 0):

@@ -63,6 +63,8 @@ class Machine(Shared):
     """The slow and obvious way, with padded rows and full logits, which gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
+    compile: bool = False
+    """Fuse the norms, rotary embedding and SwiGLU of the trainer (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
     """Most tokens of a micro-batch; more of them take more memory and change no result. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"

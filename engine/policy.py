@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from engine.base import timed
 from engine.logprobs import PackedHead
-from engine.measure import fastest_exact_implementation
+from engine.measure import compile_layers, compiled_layers_agree, decoder_layers, fastest_exact_implementation
 from engine.models import PACKED
 from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
 
@@ -99,7 +99,7 @@ class Policy:
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
-                 implementation: tuple[type, str] | None = None, adapt=None):
+                 implementation: tuple[type, str] | None = None, adapt=None, compile: bool = False):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
         implementation: (head, attention), measured if not given. adapt: see common.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
@@ -111,6 +111,8 @@ class Policy:
         self.implementation = implementation or fastest_exact_implementation(
             model, plain, packed, max_length)
         head, attention = self.implementation
+        self.compiled = compile and (bool(implementation) or compiled_layers_agree(
+            model, head, attention, device, max_length))
         self.packed = head is PackedHead
         model.set_attn_implementation(attention)
         self.head = head(model).requires_grad_(trainable).eval()
@@ -122,6 +124,8 @@ class Policy:
                     vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
         if adapt:
             adapt(self)
+        if self.compiled:
+            compile_layers(model)
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:
@@ -142,9 +146,7 @@ class Policy:
             torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
         options = dict(mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                        mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
-        # the classes that transformers keeps whole on a device: the decoder layers
-        layers = [m for m in self.model.modules() if type(m).__name__ in self.model._no_split_modules]
-        for group in [*layers, self.head]:
+        for group in [*decoder_layers(self.model), self.head]:
             fully_shard(group, **options)
             group.set_gradient_divide_factor(1.0)  # the ranks' losses add up: so do their gradients
             group.set_force_sum_reduction_for_comms(True)

@@ -153,6 +153,7 @@ def load_policies(path: str, device, dtype, machine, max_length: int, log: Log, 
         offload = machine.offload == "optimizer" or machine.offload == "reference" and not trainable
         models.append(Policy(loaded, device, dtype, trainable, plain=machine.plain, offload=offload,
                              max_length=max_length, adapt=adapt if trainable else None,
+                             compile=models[0].compiled if models else machine.compile,
                              implementation=models[0].implementation if models else None, **memory))
     return *models, *[None] * (2 - len(models))
 

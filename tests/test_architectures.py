@@ -107,6 +107,15 @@ def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
     assert make_policy(folder_of("qwen2")).implementation == (ChunkedHead, "eager")
 
 
+@pytest.mark.parametrize("compiled, said", [
+    (lambda layer: lambda *args, **options: layer(*args, **options) * 1.01, "AssertionError Tensor"),
+    (lambda layer: {}["gcc"], "KeyError 'gcc'")])
+def test_layers_that_compile_badly_are_not_compiled(monkeypatch, capsys, compiled, said):
+    monkeypatch.setattr(torch, "compile", lambda layer, dynamic: compiled(layer))
+    assert not make_policy(compile=True).compiled
+    assert f"--compile is left out, since compiled layers fail a test: {said}" in capsys.readouterr().out
+
+
 def test_a_type_that_no_way_computes_is_one_sentence(folder_of, monkeypatch):
     monkeypatch.setattr(PlainHead, "rows", staticmethod(ChunkedHead.rows))
     monkeypatch.setattr(measure, "AGREES", -1)

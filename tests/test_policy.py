@@ -84,9 +84,10 @@ def test_packed_rows_by_hand():
     pairs = [([1, 2, 3], [5, 6, 7]), ([1, 2, 3], [8, 9]), ([1, 2, 4], [4])]
     responses = [Rollout(prompt, ids, torch.zeros(len(ids)), True) for prompt, ids in pairs]
     inputs, predict_from = logprobs.PackedHead.rows(responses)
-    assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 8, 4]] and inputs["shared"] == 2
+    shared, groups = inputs["packing"]
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 8, 4]] and shared == 2
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 2]]
-    (length, unpack, pack), (other_length, nothing, no_place) = inputs["groups"]
+    (length, unpack, pack), (other_length, nothing, no_place) = groups
     assert (length, other_length) == (1, 1) and nothing.shape == (1, 0) and len(no_place) == 0
     # attention sees the rows 5 6 and 8, as indices of the tokens 5 6 8, which stand in them at 0, 1 and 2
     assert unpack.tolist() == [[0, 1], [2, 0]] and pack.tolist() == [0, 1, 2]
@@ -94,7 +95,7 @@ def test_packed_rows_by_hand():
     assert predict_from.tolist() == [2, 3, 4, 2, 5, 6]
     # a prompt that is another's beginning keeps its last token, which predicts
     responses[2].prompt_ids = [1, 2]
-    assert logprobs.PackedHead.rows(responses)[0]["shared"] == 1
+    assert logprobs.PackedHead.rows(responses)[0]["packing"][0] == 1
 
 
 # ------------------------------------------------- log-probs -----------------------------------------------
@@ -203,6 +204,27 @@ def test_logits_of_bfloat16_weights_are_float32(tmp_path, name, head):
     logits = logprobs.head_forward(last, torch.empty(3, 5, 32, dtype=torch.bfloat16, device="meta"))
     logits.sum().backward()
     assert (logits.dtype, last.weight.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, dict(gradient_checkpointing=True), dict(plain=True)])
+def test_compiled_layers_change_no_number(flags):
+    """The real compiler; other lengths and numbers of prompts make no new code."""
+    policies, compiled = [make_policy(**flags), make_policy(compile=True, **flags)], []
+    assert policies[1].compiled
+    for count in (6, 2, 9):
+        found = []
+        for policy in policies:
+            micro, = policy.micro_batches(random_rollouts(count, seed=count))
+            with torch.no_grad():
+                scores = policy.logprobs(micro, 1.0)
+            logp, entropy = policy.logprobs(micro, 1.0)
+            (torch.linspace(-1, 1, len(logp)) * logp + entropy).sum().backward()
+            found.append((*scores, logp, entropy, {n: p.grad for n, p in policy.model.named_parameters()}))
+            policy.model.zero_grad()
+        assert max(map(relative_error, *found)) < 1e-5
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[0] == compiled[2] > 0
 
 
 class Peak(TorchDispatchMode):

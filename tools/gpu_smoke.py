@@ -5,10 +5,9 @@
     python -m tools.gpu_smoke --quick        # without the runs of two ranks and with vLLM's first alone
 
 It needs no vLLM and no network: `pip download -d wheels tyro pydantic tensorboard` where there is one. What
-it prints is a block to paste into an issue, a line with a verdict for each check: the machine, attention
-against float32 products, then ttrl.py for two steps in many ways, without vLLM and with it. Of a run's second
-step: how far the sampler's log-probs are from the trainer's, the memory that is taken after the update and
-what --plan says, seconds of each phase. Without a GPU the model is tiny."""
+it prints is a block to paste into an issue, a line for each check: the machine, attention against float32
+products, then two steps of ttrl.py in many ways. Of a run's second step: how far the sampler's log-probs are
+from the trainer's, memory after the update and by --plan, seconds. Without a GPU the model is tiny."""
 
 from __future__ import annotations
 
@@ -115,8 +114,8 @@ def attention(dtype: torch.dtype, most: float) -> str:
         inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
         exact = [x.detach().float().requires_grad_() for x in inputs]
         places = torch.arange(response, device=device)
-        found, _ = packed_attention(None, *inputs, None, shared=shared, groups=[(rest, places[None], places)],
-                                    scaling=128 ** -0.5)
+        packing = shared, [(rest, places[None], places)]
+        found, _ = packed_attention(None, *inputs, None, packing=lambda: packing, scaling=128 ** -0.5)
         with sdpa_kernel(SDPBackend.MATH):
             keys, values = [x.repeat_interleave(7, 1) for x in exact[1:]]
             expected = F.scaled_dot_product_attention(exact[0], keys, values, is_causal=True).transpose(1, 2)
@@ -208,6 +207,7 @@ def checks(folder: Path, size: str, quick: bool):
         yield "vllm", partial(trained, folder / "vllm", vllm, keep=2)
     if quick:
         return
+    yield "hf, --compile", partial(again, folder / "compile", [*hf, "--compile"])
     yield "hf, two ranks", partial(again, folder / "two", hf, 2)
     if CUDA:  # without a GPU the slow tests try these
         yield "hf, two, --offload", partial(again, folder / "offload2", hf + offload, 2)

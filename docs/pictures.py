@@ -67,20 +67,16 @@ def loop(axis: Axes) -> None:
 
 
 def vote(axis: Axes) -> None:
-    """16 responses of an invented problem, their vote, SCRL's labels and TTRL's rewards."""
+    """16 responses of an invented problem, their vote and TTRL's rewards."""
     votes, gold = {"42": 7, "36": 4, "40": 2, "12": 1, "7": 1, None: 1}, "36"
-    entropy = {"42": 0.3, "36": 0.3, "40": 0.4, "12": 0.9, "7": 0.2, None: 0.9}
     answers = sum(([answer] * count for answer, count in votes.items()), [])
-    classes = equivalence_classes(answers)
-    positive, negatives = scrl.pseudo_labels(classes, [entropy[answer] for answer in answers])
-    advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(classes))
+    advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(equivalence_classes(answers)))
     for place, (answer, count) in enumerate(votes.items()):
         i = answers.index(answer)
-        said = "the label\n" * (classes[i] == positive) + "the right one\n" * (answer == gold)
-        said += "SCRL: negative\n" * (classes[i] in negatives)
+        said = "the label\n" * (rewards[i] == 1) + "the right one\n" * (answer == gold)
         said += f"reward {rewards[i]:.0f}\nA = {advantages[i]:+.2f}"
-        colour = GREEN if answer == gold else RED if classes[i] == positive else "#8a8a8a"
-        axis.bar(place, count, color=colour, hatch="//" * (classes[i] in negatives), edgecolor="white")
+        colour = GREEN if answer == gold else RED if rewards[i] == 1 else "#8a8a8a"
+        axis.bar(place, count, color=colour)
         axis.text(place, count + 0.15, said, ha="center")
     axis.set_xticks(range(len(votes)), [answer or "no answer" for answer in votes])
     axis.set(ylabel="votes of 16", ylim=(0, 9.6), xlabel="answer")

@@ -54,14 +54,16 @@ def loop(axis: Axes) -> None:
                   bbox=dict(boxstyle="round,pad=0.5", facecolor="white", edgecolor=INK))
         changed = [script for script in others if others[script][number] != ours[number]]
         for k, script in enumerate(changed):
-            axis.plot(x + 0.13 * (k - (len(changed) - 1) / 2), y - 0.22, "o", color=COLOUR[script])
+            axis.plot(x + 0.13 * (k - (len(changed) - 1) / 2), y - 0.22, "o", color=COLOUR[script],
+                      fillstyle="none" if name == "Log" else "full")
         middle = angle - math.pi / 7  # an arrow halfway to the next step
         start, end = [(1.55 * math.cos(a), math.sin(a)) for a in (middle + 0.09, middle - 0.09)]
         axis.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=GREY))
     for k, script in enumerate(others):
         axis.plot(-0.55, 0.42 - 0.17 * k, "o", color=COLOUR[script])
         axis.text(-0.43, 0.42 - 0.17 * k, f"{script}.py changes it", va="center")
-    axis.text(0, -0.6, "no dot: all six files have\nttrl.py's lines, word for word", ha="center")
+    axis.text(0, -0.66, "no dot: all six files have\nttrl.py's lines, word for word;\n"
+              "ring: it logs numbers of its own", ha="center")
     axis.set(xlim=(-2.1, 2.1), ylim=(-1.25, 1.2))
     axis.set_axis_off()
 

@@ -76,8 +76,8 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
     start = compare.row_of(folders, "toy", task, start=True)
     # 0.5 and 0.7: deviation 0.1414, of two values t = 12.706, so 12.706 * 0.1414 / sqrt(2) = 1.27
     assert compare.table({"start": start, "a": row}).splitlines()[2:] == [
-        "| start | .10 ±.00 | – | – | .50 ±.00 | – | – | – | – | – | – | – |",
-        "| a | .60 ±1.27 | – | – | – | – | – | .00 ±.00 | .00 ±.00 | 1.00 ±.00 | 2.00 ±.00 | 0 |"]
+        "| start | .10±.00 | – | – | .50±.00 | – | – | – | – | – | – | – |",
+        "| a | .60±1.27 | – | – | – | – | – | .00±.00 | .00±.00 | 1.00±.00 | 2.00±.00 | 0 |"]
     runs = [{"seed": i, "test/greedy": 0.1 * i, "test/pass@1": 0.75} for i in range(5)]
     base = [run | {"test/greedy": 0, "test/pass@1": 0.5} for run in runs]
     assert compare.difference("a", runs, base[:4]) == (

@@ -145,7 +145,7 @@ def cell(runs: list[dict], column: str) -> str:
     if not (values := [run[column] for run in runs if column in run]):
         return "–"
     mean, half = [f"{x:.2f}".removeprefix("0") for x in interval(values)]
-    return mean if half == "nan" else f"{mean} ±{half}"
+    return mean if half == "nan" else f"{mean}±{half}"
 
 
 def table(rows: dict[str, dict], regime: str = "toy") -> str:

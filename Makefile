@@ -37,7 +37,7 @@ quick: .venv
 
 # A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
 %.py: examples/%.diff ttrl.py
-	patch -F0 -o $@ ttrl.py $<
+	patch -s -F0 -o $@ ttrl.py $<
 
 lint: .venv
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@
     python evaluate.py --model runs/NAME/final --benchmarks math500,aime24,aime25 --preset ttrl
     torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
         --preset evol_rl
-
     python evaluate.py --model runs/NAME/checkpoints/step_00000020 --benchmarks math500 --preset ttrl
 
 A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limits and prompt, not its
@@ -15,11 +14,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+import tyro
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
@@ -35,8 +36,7 @@ SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=
                max_prompt_tokens=1024, sampler="auto")
 PRESETS = {
     "ttrl": SIXTEEN,
-    # Table 1's caption; released code: top-k
-    "evol_rl": SIXTEEN | dict(samples=32, top_k=20, max_new_tokens=12288),
+    "evol_rl": SIXTEEN | dict(samples=32, top_k=20, max_new_tokens=12288),  # Table 1; released code: top-k
     "scrl": SIXTEEN | dict(prompt="suffix"),  # section 4.1; Qwen2.5-Math: --prompt system
     "restrain": SIXTEEN | dict(max_new_tokens=4096),  # D.2
     "ettrl": SIXTEEN,  # the tables' values are averages of 16, though section 4 says greedy
@@ -49,6 +49,7 @@ PRESETS = {
                     max_prompt_tokens=192, sampler="hf")}
 TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy")
 REAL = dict(benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")
+shown = partial(tyro.conf.arg, help_behavior_hint="(default: the preset's)")  # in --help, for None
 
 
 @dataclass
@@ -59,26 +60,26 @@ class Args(Shared):
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal[*PRESETS] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
-    samples: common.Count | None = None
+    samples: Annotated[common.Count | None, shown(metavar="INT")] = None
     """Responses per problem."""
-    temperature: common.NonNegative | None = None
+    temperature: Annotated[common.NonNegative | None, shown(metavar="FLOAT")] = None
     """Sampling temperature; 0: greedy, with one response."""
-    top_p: common.PositiveShare | None = None
+    top_p: Annotated[common.PositiveShare | None, shown(metavar="FLOAT")] = None
     """Top-p of sampling; 1 turns it off."""
-    top_k: common.CountOrZero | None = None
+    top_k: Annotated[common.CountOrZero | None, shown(metavar="INT")] = None
     """Top-k of sampling; 0 turns it off."""
-    max_new_tokens: common.Count | None = None
+    max_new_tokens: Annotated[common.Count | None, shown(metavar="INT")] = None
     """Length limit of a response."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, shown(metavar="STR")] = None
     """Prompt format. system: instruction as system turn. suffix: after the question. plain, or a file."""
-    max_prompt_tokens: common.Count | None = None
+    max_prompt_tokens: Annotated[common.Count | None, shown(metavar="INT")] = None
     """Length limit of a prompt; the responses to a longer one count as wrong."""
     grader: Literal["answers", "math_verify"] = "answers"
     """What is right: answers that equal gold by answers/; or, to compare with published numbers, what
     Math-Verify finds in the response's text (docs/readings.md). Votes of maj@k are counted by answers/."""
     seed: common.CountOrZero = 1
     """Seed, from which those of the samples derive."""
-    sampler: Literal["auto", "vllm", "hf"] | None = None
+    sampler: Annotated[Literal["auto", "vllm", "hf"] | None, shown(metavar="{auto,vllm,hf}")] = None
     """Sampling engine. auto: vLLM if it imports, else transformers (hf)."""
     gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
@@ -133,8 +134,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if rank_and_ranks()[0] == 0:  # saved before it is printed: a closed pipe costs nothing
         record = read_run(run.log.path) | dict(model=model, results=results)
         write_atomically(run.log.path / "results.json", json.dumps(record, indent=1))
-        print("\n".join([table(results), *warnings]))
-        print(f"\n{run.log.path / 'results.json'}")
+        print("\n".join([table(results), *warnings, "", str(run.log.path / "results.json")]))
     return results
 
 

@@ -54,33 +54,31 @@ def loop(axis: Axes) -> None:
                   bbox=dict(boxstyle="round,pad=0.5", facecolor="white", edgecolor=INK))
         changed = [script for script in others if others[script][number] != ours[number]]
         for k, script in enumerate(changed):
-            axis.plot(x + 0.13 * (k - (len(changed) - 1) / 2), y - 0.22, "o", color=COLOUR[script])
+            axis.plot(x + 0.13 * (k - (len(changed) - 1) / 2), y - 0.22, "o", color=COLOUR[script],
+                      fillstyle="none" if name == "Log" else "full")
         middle = angle - math.pi / 7  # an arrow halfway to the next step
         start, end = [(1.55 * math.cos(a), math.sin(a)) for a in (middle + 0.09, middle - 0.09)]
         axis.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=GREY))
     for k, script in enumerate(others):
         axis.plot(-0.55, 0.42 - 0.17 * k, "o", color=COLOUR[script])
         axis.text(-0.43, 0.42 - 0.17 * k, f"{script}.py changes it", va="center")
-    axis.text(0, -0.6, "no dot: all six files have\nttrl.py's lines, word for word", ha="center")
+    axis.text(0, -0.66, "no dot: all six files have\nttrl.py's lines, word for word;\n"
+              "ring: it logs numbers of its own", ha="center")
     axis.set(xlim=(-2.1, 2.1), ylim=(-1.25, 1.2))
     axis.set_axis_off()
 
 
 def vote(axis: Axes) -> None:
-    """16 responses of an invented problem, their vote, SCRL's labels and TTRL's rewards."""
+    """16 responses of an invented problem, their vote and TTRL's rewards."""
     votes, gold = {"42": 7, "36": 4, "40": 2, "12": 1, "7": 1, None: 1}, "36"
-    entropy = {"42": 0.3, "36": 0.3, "40": 0.4, "12": 0.9, "7": 0.2, None: 0.9}
     answers = sum(([answer] * count for answer, count in votes.items()), [])
-    classes = equivalence_classes(answers)
-    positive, negatives = scrl.pseudo_labels(classes, [entropy[answer] for answer in answers])
-    advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(classes))
+    advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(equivalence_classes(answers)))
     for place, (answer, count) in enumerate(votes.items()):
         i = answers.index(answer)
-        said = "the label\n" * (classes[i] == positive) + "the right one\n" * (answer == gold)
-        said += "SCRL: negative\n" * (classes[i] in negatives)
+        said = "the label\n" * (rewards[i] == 1) + "the right one\n" * (answer == gold)
         said += f"reward {rewards[i]:.0f}\nA = {advantages[i]:+.2f}"
-        colour = GREEN if answer == gold else RED if classes[i] == positive else "#8a8a8a"
-        axis.bar(place, count, color=colour, hatch="//" * (classes[i] in negatives), edgecolor="white")
+        colour = GREEN if answer == gold else RED if rewards[i] == 1 else "#8a8a8a"
+        axis.bar(place, count, color=colour)
         axis.text(place, count + 0.15, said, ha="center")
     axis.set_xticks(range(len(votes)), [answer or "no answer" for answer in votes])
     axis.set(ylabel="votes of 16", ylim=(0, 9.6), xlabel="answer")

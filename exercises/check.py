@@ -19,9 +19,9 @@ EXERCISES = dict(enumerate("""ttrl.majority_reward ttrl.group_advantages scrl.ps
 
 # ------------------------------------------- random inputs; d: a random.Random -----------------------------
 def votes(d, *counts, few: int = 0, none: int = 0) -> list[int | None]:
-    """Classes with these vote counts and up to four with at most `few`, under random names, in any order."""
+    """Classes with these vote counts and up to nine with at most `few`, under random names, in any order."""
     counts, classes = list(counts), [None] * d.randint(0, none)
-    counts += [d.randint(1, few) for _ in range(d.randint(0, 4) if few else 0)]
+    counts += [d.randint(1, few) for _ in range(d.randint(0, 9) if few else 0)]
     for name, count in zip(d.sample(range(2 * len(counts)), len(counts)), counts):
         classes += [name] * count
     return d.sample(classes, len(classes))
@@ -37,7 +37,7 @@ def floats(d, n: int, scale: float = 1.0, least: int = -20) -> torch.Tensor:
     return torch.tensor([d.randint(least, 20) / 10 * scale for _ in range(n)])
 
 
-VOTES = [6, 3, 3, 2, 1, 1], [7, 5, 2, 1, 1], [7, 7, 1, 1], [8], [5, 4, 3, 3, 1], [3, 3, 2, 2, 2, 2, 1, 1]
+VOTES = [6, 3, 3, 2, 1, 1], [7, 5, 2, 1, 1], [7, 7, 1, 1], [8], [5, 4, 3, 3, 1], [2, 1], [4, 4, 4, 2, 1, 1]
 INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the arguments, a dict: by name)
     1: [("Whoever agrees with the most frequent answer gets 1, all others 0, in a float tensor [N].",
          lambda d: [votes(d, d.randint(1, 5), few=4)]),
@@ -45,7 +45,7 @@ INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the ar
          lambda d: [votes(d, *d.choice([[], [1], [3]]), none=6) + [None]]),
         ("A tie: of equals the class seen first wins.", lambda d: [votes(d, 2, 2, few=2, none=2)])],
     2: [("Subtract the mean, then divide by the std (plus eps). Rewards may be any numbers.",
-         lambda d: [d.choice([floats(d, d.randint(2, 16)), torch.eye(d.randint(2, 20))[0]])]),
+         lambda d: [d.choice([floats(d, d.randint(2, 16)), torch.eye(d.choice([2, 5, 20, 200]))[0]])]),
         ("All rewards are equal, or there is one: all advantages are 0. (A std may be a rounding error.)",
          lambda d: [floats(d, 1).repeat(d.randint(1, 9))]),
         ("Rewards that differ by a millionth: eps, which is an argument, is added to their std.",
@@ -66,10 +66,10 @@ INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the ar
         ("kappa, delta and sigma are arguments.", lambda d: [
             votes(d, 2, few=5), d.randint(1, 5), d.choice([0.5, 2.0]), d.choice([0.3, 2.0])])],
     5: [("The factor is 1 + (avg H - H_i) / avg H, clipped to 1 - alpha .. 1 + beta.", lambda d: [
-            floats(d, 5), floats(d, 5, least=0), d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
+            floats(d, 5), floats(d, 5, .01, 0), d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
         ("All entropies are 0: the advantages stay.", lambda d: [floats(d, 3), torch.zeros(3)])],
     6: [("The value is exp(d) - d - 1 with d = log pi_ref - log pi, its gradient 1 - exp(d), at each token.",
-         lambda d: [floats(d, 4, 2) - 4, floats(d, 4, 2) - 4])]}
+         lambda d: [floats(d, 4, 9) - 18, floats(d, 4, 9) - 18])]}
 MISTAKES = {  # "old => new", a change of the script's text: the hint of an answer that is wrong in this way
     "rewards.std() => rewards.std(unbiased=False)": "This std is biased, divided by G: use G - 1.",
     "or not entropy_gate => or True": "You forgot the entropy: a negative label needs H_j >= H_bar.",

@@ -73,7 +73,7 @@ CHANGES = {
         rewards.std() => rewards.var()
         rewards.std() => (rewards - rewards.mean()).abs().mean()
         (rewards - rewards.mean()) => rewards
-        rewards.mean() => rewards.median()
+        - rewards.mean()) / (rewards.std() + eps) => - rewards.mean()).div(rewards.std() + eps).clamp(-5, 5)
         (rewards - rewards.mean()) => len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean())
         (rewards - rewards.mean()) => rewards.sub_(rewards.mean())""",
     3: """if c is not None} => }
@@ -101,7 +101,7 @@ CHANGES = {
         < kappa => <= kappa
         < kappa => < 3
         -float(delta) => -1.0
-        -float(delta) => 0.0
+        = weighted_labels(classes, sigma) => = dict([*weighted_labels(classes, sigma).items()][:5])
         torch.zeros(n), torch.full => torch.full((n,), -float(delta)), torch.full
         -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2 => f.double().log()
         (f.double() - 1) => f.double()
@@ -115,7 +115,7 @@ CHANGES = {
         .clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)
         .clamp(1 - alpha, 1 + beta) => .clamp(0.8, 1.2)
         .clamp(1 - alpha, 1 + beta) => .clamp(min=1 - alpha)
-        .clamp(1 - alpha, 1 + beta) => .abs()
+        average == 0 => average < 1e-2
         entropies.mean() => entropies.median()
         entropies.mean() => entropies[advantages > 0].mean()
         entropies.mean() => entropies[entropies > 0].mean()
@@ -134,7 +134,7 @@ CHANGES = {
         d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).clamp(max=10)
         d_T.exp() - d_T - 1 => 2 ** d_T - d_T - 1
         d_T.exp() - d_T - 1 => d_T.exp() * d_T - d_T.exp() + 1
-        d_T = ref_logp_T - logp_T => d_T = (ref_logp_T - logp_T).clamp(-2, 2)
+        d_T = ref_logp_T - logp_T => d_T = (ref_logp_T - logp_T).clamp(-20, 20)
         d_T = ref_logp_T - logp_T => d_T = ref_logp_T.exp() - logp_T.exp()
         d_T = ref_logp_T - logp_T => d_T = ref_logp_T.sub_(logp_T)"""}
 WRONG = [(3, lambda *given, **tau: (lambda label, rare: (label, list(rare)))(*solution(3)(*given, **tau)))]

@@ -47,7 +47,6 @@ def two_votes(folder, answer="8"):
     return write_run(folder, ARGS, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
 
 
-# ------------------------------------------------ votes.jsonl ---------------------------------------------
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
@@ -136,7 +135,6 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
     assert report.told(lines[2:], {}, "") == "Right answers on test: greedy 70%, sampled 60%. "
 
 
-# -------------------------------------------------- a browser ----------------------------------------------
 @pytest.fixture
 def browse(tmp_path):
     """browse(runs, fragment, script) -> what their page shows after that script; no line in the console."""

@@ -24,7 +24,6 @@ GOOD = "import os, sys\nos.makedirs(sys.argv[sys.argv.index('--out') + 1] + '/fi
 SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99)\n"
 
 
-# ------------------------------------------------ compare -------------------------------------------------
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A folder that compare takes for the repository; a script's digest is its text."""
@@ -35,7 +34,7 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_of_other_code_or_arguments_is_refused(repository):
+def test_a_run_of_other_code_or_arguments_is_refused(repository, capsys):
     run, command = repository / "out/run-seed1", ["good.py", "--steps", "5"]
     assert not compare.is_finished(run, command)
     (run / "final").mkdir(parents=True)
@@ -47,6 +46,11 @@ def test_a_run_of_other_code_or_arguments_is_refused(repository):
         (repository / "good.py").write_text(code)
         with pytest.raises(UserError, match=f"^{run} holds a run of other code or arguments; "):
             compare.run_all({run: ["good.py", "--steps", steps]}, workers=1)
+    (repository / "edits.py").write_text(GOOD + "open('edits.py', 'a').write('#')\n")  # while seeds wait
+    jobs = {repository / f"out/edits-seed{seed}": ["edits.py"] for seed in (1, 2)}
+    with pytest.raises(UserError, match="^edits.py, or code that it uses, was edited before all seeds"):
+        compare.run_all(jobs, workers=1)
+    assert capsys.readouterr().out.endswith("edits-seed1 has ended; still running: 0.\n")
 
 
 def test_a_failed_run_is_named_and_ends_the_others(repository):
@@ -72,12 +76,13 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path):
     start = compare.row_of(folders, "toy", task, start=True)
     # 0.5 and 0.7: deviation 0.1414, of two values t = 12.706, so 12.706 * 0.1414 / sqrt(2) = 1.27
     assert compare.table({"start": start, "a": row}).splitlines()[2:] == [
-        "| start | .10 ±.00 | – | – | .50 ±.00 | – | – | – | – | – | – |",
-        "| a | .60 ±1.27 | – | – | – | – | .00 ±.00 | .00 ±.00 | 1.00 ±.00 | 2.00 ±.00 | 0 |"]
+        "| start | .10±.00 | – | – | .50±.00 | – | – | – | – | – | – | – |",
+        "| a | .60±1.27 | – | – | – | – | – | .00±.00 | .00±.00 | 1.00±.00 | 2.00±.00 | 0 |"]
     runs = [{"seed": i, "test/greedy": 0.1 * i, "test/pass@1": 0.75} for i in range(5)]
     base = [run | {"test/greedy": 0, "test/pass@1": 0.5} for run in runs]
-    assert compare.difference("a", runs, base[:4]) == ""  # t = 2.776, so 2.776 * 0.1581 / sqrt(5) = 0.196
-    assert compare.difference("a", runs, base) == (
+    assert compare.difference("a", runs, base[:4]) == (
+        "a less TTRL is not printed: it takes five seeds that a stored row of TTRL has, too; here are 4.")
+    assert compare.difference("a", runs, base) == (  # t = 2.776, so 2.776 * 0.1581 / sqrt(5) = 0.196
         "a less TTRL, seed by seed: test greedy +0.200, 95% interval +0.004 to +0.396: above; "
         "test pass@1 +0.250, 95% interval +0.250 to +0.250: above.")
     with pytest.raises(UserError, match="has another eval_samples than the stored"):
@@ -93,7 +98,6 @@ def test_the_leaderboards_page_has_the_stored_rows():
     assert compare.changed_lines(Path(load_script("flip_rate").__file__)) == 30  # examples/README.md
 
 
-# ----------------------------------------------- gpu_smoke ------------------------------------------------
 @pytest.mark.slow
 def test_gpu_smoke_passes_without_a_gpu():
     done = subprocess.run([sys.executable, "-m", "tools.gpu_smoke", "--size", "tiny"], cwd=ROOT, text=True,
@@ -106,7 +110,6 @@ def test_gpu_smoke_passes_without_a_gpu():
     assert re.search(r"^\d+ PASS, \d SKIP, 0 FAIL in ", done.stdout, re.MULTILINE)
 
 
-# -------------------------------------------------- explain -----------------------------------------------
 def test_explain_shows_problems_that_differ(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["explain", "--embedder", ""])
     explain.main()
@@ -138,7 +141,6 @@ def test_explain_shows_what_the_scripts_functions_give():
     assert row[-len(columns):] == [f"{values[2]:+.2f}" for values in columns.values()]
 
 
-# --------------------------------------------------- lesson -----------------------------------------------
 @pytest.mark.slow
 def test_lesson_runs():
     """Every cell of docs/lesson.ipynb, and what it says of its outputs is true of those committed, too."""

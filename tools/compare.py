@@ -7,7 +7,8 @@
     python -m tools.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
 
 The stored rows, and what they mean: docs/leaderboard.md. Ctrl-C ends the runs after a checkpoint; called
-again, the command resumes them and keeps those that are finished.
+again, the command resumes them and keeps those that are finished. Do not edit the script before its last seed
+has started: then the command stops, since a row is of one code. Write the next idea into another file.
 """
 
 from __future__ import annotations
@@ -36,11 +37,10 @@ STORED, PAGE = ROOT / "docs/leaderboard.json", ROOT / "docs/leaderboard.md"
 REGIMES = {  # its flags; the responses to a problem, k
     "toy": ("--eval toy,toy_test --eval_every 0 --eval_samples 32 --eval_top_k 0", 32),
     "smollm2": ("--model smollm2 --eval smollm2,smollm2_test,smollm2_ood", 16)}
-SCORES = "test/greedy test/pass@1 test/pass@k test/maj@k train/greedy".split()
+SCORES = "test/greedy test/pass@1 test/pass@k test/maj@k train/greedy train/pass@1".split()
 COLUMNS = [*SCORES, "learned", "kept", "corrupted", "minutes"]
 
 
-# ----------------------------------------------- running --------------------------------------------------
 def is_done(folder: Path, args: dict) -> bool:
     """Whether a run has saved its final model and, if it evaluates, evaluated it, which comes after."""
     saved = (folder / "final").exists()
@@ -73,21 +73,26 @@ def start(folder: Path, command: list[str]) -> subprocess.Popen:
 def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     """Run the commands {folder: command} that are not finished, `workers` at a time.
 
-    Raises UserError if one fails, or if a folder holds another run. However this ends, no run is left behind:
-    each is sent SIGTERM, on which it finishes its step and writes a checkpoint."""
+    Raises UserError if one fails, a folder holds another run, or the code is edited before the last starts.
+    However this ends, no run is left behind: on SIGTERM each finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if not is_finished(folder, command)]
+    codes = {folder: log.code_digest(ROOT / command[0]) for folder, command in jobs.items()}
     running: dict[Path, subprocess.Popen] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
+                if log.code_digest(ROOT / jobs[folder][0]) != codes[folder]:
+                    raise UserError(f"{jobs[folder][0]}, or code that it uses, was edited before all seeds "
+                                    "started. Undo that, or train all of them anew in another --out.")
                 running[folder] = start(folder, jobs[folder])
                 print(f"{folder} has started (see logs/ beside it); to start: {len(waiting)}.", flush=True)
             time.sleep(1)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 if running.pop(folder).returncode:
                     raise UserError(f"a run failed; see {folder.parent}/logs, {folder.name}.txt.")
+                print(f"{folder} has ended; still running: {len(running)}.", flush=True)
     finally:
         for process in running.values():
             process.terminate()
@@ -95,7 +100,6 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
             process.wait()
 
 
-# ----------------------------------------------- the rows -------------------------------------------------
 def changed_lines(script: Path) -> int:
     """Lines that a diff from ttrl.py to this script removes or adds."""
     before, after = [path.read_text(encoding="utf-8").splitlines() for path in (ROOT / "ttrl.py", script)]
@@ -136,12 +140,12 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), float(stats.t.ppf(.975, n - 1)) * spread / n ** .5
 
 
-def cell(values: list[float]) -> str:
-    """The mean and, of more than one value, half its 95% interval."""
-    if not values:
+def cell(runs: list[dict], column: str) -> str:
+    """The column's mean and, of more than one value, half its 95% interval."""
+    if not (values := [run[column] for run in runs if column in run]):
         return "–"
     mean, half = [f"{x:.2f}".removeprefix("0") for x in interval(values)]
-    return mean if half == "nan" else f"{mean} ±{half}"
+    return mean if half == "nan" else f"{mean}±{half}"
 
 
 def table(rows: dict[str, dict], regime: str = "toy") -> str:
@@ -150,25 +154,24 @@ def table(rows: dict[str, dict], regime: str = "toy") -> str:
     names.append("changed lines")
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for name, row in rows.items():
-        cells = []
-        for column in COLUMNS:
-            cells.append(cell([run[column] for run in row["runs"] if column in run]))
+        cells = [cell(row["runs"], column) for column in COLUMNS]
         lines.append(f"| {name} | {' | '.join(cells)} | {'–' if row['lines'] is None else row['lines']} |")
     return "\n".join(lines)
 
 
 def difference(name: str, runs: list[dict], others: list[dict]) -> str:
-    """A sentence: how far these runs end above TTRL's of the same seeds; empty for less than five pairs."""
-    said = []
+    """A sentence: how far these runs end above TTRL's of the same seeds, or why that is not printed."""
+    said, base = [], {run["seed"]: run for run in others}
+    pairs = [(run, base[run["seed"]]) for run in runs if run["seed"] in base]
+    if len(pairs) < 5:
+        return (f"{name} less TTRL is not printed: it takes five seeds that a stored row of TTRL has, too; "
+                f"here are {len(pairs)}.")
     for column in ("test/greedy", "test/pass@1"):
-        base = {run["seed"]: run[column] for run in others}
-        pairs = [run[column] - base[run["seed"]] for run in runs if run["seed"] in base]
-        if len(pairs) >= 5:
-            mean, half = interval(pairs)
-            verdict = "above" if mean > half else "below" if mean < -half else "no difference is shown"
-            ends = f"{mean - half:+.3f} to {mean + half:+.3f}"
-            said.append(f"{column.replace('/', ' ')} {mean:+.3f}, 95% interval {ends}: {verdict}")
-    return f"{name} less TTRL, seed by seed: {'; '.join(said)}." if said else ""
+        mean, half = interval([run[column] - other[column] for run, other in pairs])
+        verdict = "above" if mean > half else "below" if mean < -half else "no difference is shown"
+        ends = f"{mean - half:+.3f} to {mean + half:+.3f}"
+        said.append(f"{column.replace('/', ' ')} {mean:+.3f}, 95% interval {ends}: {verdict}")
+    return f"{name} less TTRL, seed by seed: {'; '.join(said)}."
 
 
 def store(rows: dict[str, dict], stored: dict) -> None:
@@ -181,7 +184,6 @@ def store(rows: dict[str, dict], stored: dict) -> None:
     PAGE.write_text(re.sub(r"(?m)(?:^\|.*\n)+", table(stored["rows"]) + "\n", page, count=1), "utf-8")
 
 
-# ------------------------------------------------- main ---------------------------------------------------
 def folders_of(options) -> dict[str, list[Path]]:
     """{name: folders of finished runs}, after the runs of the scripts among the arguments."""
     found, jobs = {}, {}

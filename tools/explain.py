@@ -109,7 +109,7 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
 
 
 def as_text(vote: Vote, embed=None) -> str:
-    """A problem, a table with a row for every response, and the sentences."""
+    """A problem, the sentences, and a table with a row for every response."""
     columns = columns_of(vote, embed)
     methods = dict.fromkeys(title.split()[0] for title in columns)  # each has two columns
     rows = [["#", "answer", "votes", "H", *(title.split()[1] for title in columns)]]
@@ -122,7 +122,7 @@ def as_text(vote: Vote, embed=None) -> str:
     above = "".join(f"{name:>14}" for name in methods).rjust(len(lines[0]))
     problem = textwrap.fill(f"Problem: {vote.problem.question}", 110)
     said = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
-    return "\n".join([problem, "", above, *lines, "", *said, ""])
+    return "\n".join([problem, "", *said, "", above, *lines, ""])
 
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:

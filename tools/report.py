@@ -21,7 +21,6 @@ from pathlib import Path
 from engine.base import UserError
 from engine.log import has_evaluation, read_jsonl, read_metrics
 
-SHOWN_STEPS = 50
 OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
     skipped_updates""".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
@@ -54,9 +53,8 @@ def styles(methods: list[str]) -> list[tuple]:
     """(colour, line style) of each of these runs, none twice: the method's own, else its colour, else any."""
     found: list[tuple] = []
     for method in methods:
-        colours = [STYLES[method][0]] if method in STYLES else []
         tries = [STYLES[method]] if method in STYLES else []
-        for colour in [*colours, *(colour for colour, _ in STYLES.values())]:
+        for colour, _ in [*tries, *STYLES.values()]:
             tries += [(colour, line) for line in ("--", ":", "-.", "-")]
         found.append([*(style for style in tries if style not in found), *tries][0])
     return found
@@ -174,7 +172,7 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
         votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
     records = read_jsonl(folder / "samples.jsonl") + generations(folder)
     steps = sorted({line["step"] for line in records})
-    shown = set(steps[::math.ceil(len(steps) / SHOWN_STEPS) or 1])
+    shown = set(steps[::math.ceil(len(steps) / 50) or 1])
     for line in records:
         if line["step"] in shown and "equal" in line:
             vote = vote_of(line)

@@ -146,6 +146,15 @@ def write_run(folder, args, **files):
     return folder
 
 
+def as_if_killed(run, copy, step) -> None:
+    """Copy a run's folder as it was after this step's checkpoint."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    for folder in copy.glob("checkpoints/step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+
+
 def read_lines(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -215,7 +224,7 @@ def llama(tmp_path_factory):
 # What the responses of a problem answer, a letter each: g the gold answer, a to c wrong ones, w one without a
 # digit, - none. So there is every kind of vote, whatever the toy writes; ETTRL's further leaves begin again.
 VOTES = {0: "ggggaab-", 1: "aaagggbw", 2: "abc-gwba", 3: "aaaaaaag", 4: "gggggggg"}
-INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "ggggbbbb", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
+INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "--------", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
 ANSWERS = dict(a="101", b="202", c="303", w="no idea")
 
 VERBS = "restore sample decode check_sampler minibatches save_when_due".split()

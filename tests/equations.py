@@ -183,7 +183,8 @@ def restrain_targets(seen, group) -> tuple[list[Target], object]:
     if args.prompt_weighting == "offline":  # of the initial model's own responses
         before = next(s for s in seen.samples if s.step == 0)
         initial = [r.answer for r in before.groups[before.prompts.index(group.prompt)]]
-        u = gaussian(initial.count(vote(initial)) / len(initial), args.prompt_sigma)
+        given = [answer for answer in initial if answer is not None]
+        u = gaussian(given.count(vote(initial)) / len(initial), args.prompt_sigma)
     if args.prompt_weighting == "online":
         u = gaussian(votes / n, args.prompt_sigma)
     if votes < args.kappa:

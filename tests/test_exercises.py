@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from common import UserError
 from evol_rl import Embedder
-from exercises.check import EXERCISES, INPUTS, MISTAKES, check, solution
+from exercises.check import EXERCISES, INPUTS, check, solution
 
 
 def by_shares(classes, entropies, tau_pos=0.375, tau_marg=0.125, tau_neg=0.125):
@@ -44,99 +44,51 @@ RIGHT = [
 # Wrong answers, each a change of the script's own text: old => new
 CHANGES = {
     1: """float(c is not None and c == winner) => float(c == winner)
-        c is not None and c == winner => c and c == winner
         winner = common.majority(classes) => winner = classes[0]
         winner = common.majority(classes) => winner = common.majority(classes[::-1])
         winner = common.majority(classes) => winner = max(classes, key=classes.count)
-        winner = common.majority(classes) => winner = common.majority(sorted(classes, key=lambda c: c or 0))
-        c == winner) => classes.count(c) == classes.count(winner))
-        c == winner) => c == winner and 2 * classes.count(c) > len(classes))
-        c == winner) => c == winner and classes.count(c) > 1)
         c == winner) => c == winner and len(set(classes)) > 1)
-        float(c is not None and c == winner) => 2.0 * (c is not None and c == winner) - 1
-        float(c is not None and c == winner) => 0.0 if c is None else classes.count(c) / len(classes)
         for c in classes]) => for c in classes if c is not None])
-        for c in classes]) => for c in classes]).bool()
-        for c in classes]) => for c in classes]).int()
-        for c in classes]) => for c in classes]).tolist()
-        for c in classes]) => for c in classes])[:, None]""",
+        for c in classes]) => for c in classes]).int()""",
     2: """len(rewards) < 2 or => len(rewards) < 3 or
         len(rewards) < 2 or => len(rewards) > 1 and
-        (rewards == rewards[0]).all() => rewards.std() < 1e-3
         (rewards == rewards[0]).all() => rewards.std() == 0
-        (rewards == rewards[0]).all() => rewards.max() <= 0
-        return torch.zeros_like(rewards) => return rewards
-        (rewards.std() + eps) => rewards.std()
+        rewards.std() => rewards.std(unbiased=False)
         + eps) => + 1e-6)
-        (rewards.std() + eps) => (rewards.var() + eps).sqrt()
-        (rewards.std() + eps) => rewards.std().clamp(min=eps)
-        rewards.std() => rewards.var()
-        rewards.std() => (rewards - rewards.mean()).abs().mean()
+        (rewards.std() + eps) => rewards.std()
         (rewards - rewards.mean()) => rewards
         - rewards.mean()) / (rewards.std() + eps) => - rewards.mean()).div(rewards.std() + eps).clamp(-5, 5)
         (rewards - rewards.mean()) => len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean())
         (rewards - rewards.mean()) => rewards.sub_(rewards.mean())""",
     3: """if c is not None} => }
-        default=0) => default=99)
         if c != top) => if count < counts[top])
         >= tau_pos => >= 0.375
-        > tau_marg => > 0.125
         / n < tau_neg => / n < 0.125
-        mean(values) for => sorted(values)[len(values) // 2] for
-        return positive, { => return positive, {None for c in [0] if None in classes} | {
         if c != positive and => if
-        if c != positive and => if c != top and
         > tau_marg => >= tau_marg
         n, top = len(classes) => n, top = sum(c is not None for c in classes)
-        mean(values) for => max(values) for
-        of_class[c] >= average => of_class[c] > average
-        of_class[c] >= average => of_class[c] <= average
-        mean(map(float, entropies)) => mean(mean(values) for c, values in members.items())
         mean(map(float, entropies)) => mean([h for c, h in zip(classes, entropies) if c is not None] or [0])
-        top if strong => top if strong and top
-        if negatives else set() => if positive is not None else set()
-        return positive, => return classes.index(positive) if strong else None,
-        or not entropy_gate} => and not entropies.sort()}""",
+        of_class[c] >= average => of_class[c] > average""",
     4: """classes, sigma) => classes, 0.5)
         < kappa => <= kappa
-        < kappa => < 3
         -float(delta) => -1.0
         = weighted_labels(classes, sigma) => = dict([*weighted_labels(classes, sigma).items()][:5])
         torch.zeros(n), torch.full => torch.full((n,), -float(delta)), torch.full
-        -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2 => f.double().log()
-        (f.double() - 1) => f.double()
-        weights @ advantages.clamp(max=0) => -weights @ advantages.clamp(max=0)
         weights @ advantages.clamp(max=0) => weights @ advantages
         len(classes), sigma) => sum(counts.values()), sigma)
-        for c in classes if c is not None} => for c in classes if classes.count(c) >= 2 and c is not None}
         float(c == label) => float(c == label) - float(c is None)""",
     5: """(average - entropies) / average => (average - entropies)
-        (average - entropies) / average => (average - entropies) / entropies
-        .clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)
         .clamp(1 - alpha, 1 + beta) => .clamp(0.8, 1.2)
         .clamp(1 - alpha, 1 + beta) => .clamp(min=1 - alpha)
         average == 0 => average < 1e-2
-        entropies.mean() => entropies.median()
-        entropies.mean() => entropies[advantages > 0].mean()
-        entropies.mean() => entropies[entropies > 0].mean()
+        .clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)
         average == 0 => average < 0
-        return advantages => return torch.zeros_like(advantages)
-        1 + beta) * advantages => 1 + beta) + advantages
-        1 + beta) * advantages => 1 + beta).where(advantages > 0, 1) * advantages
-        return (1 + (average => return advantages.mul_(1 + (average""",
-    6: """- d_T - 1 => - 1
-        - d_T - 1 => - d_T
-        d_T.exp() - d_T - 1 => -d_T
-        d_T.exp() - d_T - 1 => d_T ** 2 / 2
+        entropies.mean() => entropies[advantages > 0].mean()""",
+    6: """d_T.exp() - d_T - 1 => d_T ** 2 / 2
         d_T.exp() - d_T - 1 => d_T.exp() - d_T.detach() - 1
-        d_T.exp() - d_T - 1 => d_T.exp().detach() - d_T - 1
         d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).mean()
-        d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).clamp(max=10)
-        d_T.exp() - d_T - 1 => 2 ** d_T - d_T - 1
-        d_T.exp() - d_T - 1 => d_T.exp() * d_T - d_T.exp() + 1
         d_T = ref_logp_T - logp_T => d_T = (ref_logp_T - logp_T).clamp(-20, 20)
-        d_T = ref_logp_T - logp_T => d_T = ref_logp_T.exp() - logp_T.exp()
-        d_T = ref_logp_T - logp_T => d_T = ref_logp_T.sub_(logp_T)"""}
+        d_T.exp() - d_T - 1 => (d_T.exp() - d_T - 1).clamp(max=10)"""}
 WRONG = [(3, lambda *given, **tau: (lambda label, rare: (label, list(rare)))(*solution(3)(*given, **tau)))]
 for number, changes in CHANGES.items():
     WRONG += [(number, change.strip()) for change in changes.splitlines()]
@@ -147,19 +99,13 @@ def test_a_wrong_answer_is_refused_with_its_input(number, answer, capsys):
     assert not check(number, solution(number, answer) if isinstance(answer, str) else answer)
     said = capsys.readouterr().out
     assert f"is wrong for {EXERCISES[number].split('.')[1]}(" in said
-    assert said.splitlines()[-1] in [*MISTAKES.values(), *[hint for hint, _ in INPUTS[number]]]
+    assert said.splitlines()[-1] in [hint for hint, _ in INPUTS[number]]
 
 
 @pytest.mark.parametrize("number, answer", [*RIGHT, *[(number, solution(number)) for number in EXERCISES]])
 def test_a_right_answer_is_accepted_and_the_stub_open(number, answer, capsys):
     assert check(number, answer), capsys.readouterr().out
     assert not check(number) and "is open" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("change, number", zip(MISTAKES, [2, 3, 4, 5, 6, 6]))
-def test_a_typical_mistake_gets_its_hint(change, number, capsys):
-    assert not check(number, solution(number, change))
-    assert capsys.readouterr().out.splitlines()[-1] == MISTAKES[change]
 
 
 def test_the_lab_needs_nothing_that_requirements_lab_leaves_out():

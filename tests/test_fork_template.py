@@ -1,13 +1,12 @@
 """Copy this file for a fork: name your script, and write its formulas in other words. Also docs/fork.md."""
 
 import importlib
-import shutil
 from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, fresh_state, load_script, read_lines, run_toy, untimed
+from conftest import ROOT, as_if_killed, fresh_state, load_script, read_lines, run_toy, untimed
 
 import common
 from engine.log import Log
@@ -79,9 +78,7 @@ def test_the_plain_path_gives_the_same_step(run, tmp_path):
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, tmp_path):
     whole, again = run.folder / "run", tmp_path / "again"
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints/step_00000003")
-    shutil.rmtree(again / "final")
+    as_if_killed(whole, again, 2)
     importlib.reload(fork)  # as in a new process: what the script keeps elsewhere than in run.state is lost
     run_toy(fork, again, **run.options, resume=True)
     assert untimed(read_lines(again / "metrics.jsonl")) == untimed(read_lines(whole / "metrics.jsonl"))

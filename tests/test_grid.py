@@ -137,11 +137,11 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
 
 @pytest.fixture
 def browse(tmp_path):
-    """browse(runs, fragment, script) -> what their page shows after that script; no line in the console."""
+    """browse(runs, script) -> what their page shows after that script; no line in the console."""
     if not shutil.which("chromium"):
         pytest.skip("optional: no chromium")
 
-    def browsed(runs, fragment="", script=""):
+    def browsed(runs, script=""):
         page = tmp_path / "page.html"
         report.write_report(runs, page)
         assert page.read_text().count("<script") == page.read_text().count("</script") == 1  # its own
@@ -149,7 +149,7 @@ def browse(tmp_path):
         flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
                  "--disable-background-networking --disable-component-update --enable-logging=stderr "
                  "--virtual-time-budget=5000 --dump-dom").split()
-        command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri() + fragment]
+        command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
@@ -158,40 +158,29 @@ def browse(tmp_path):
     return browsed
 
 
-def test_a_click_on_a_cell_shows_its_vote(browse, tmp_path):
-    run = two_votes(tmp_path / "run")
-    page = browse([run])  # the last step's votes, with texts
-    assert "2 x 7, trained 2" in page and "1 x 8, trained 0" in page and "<pre>is 7</pre>" in page
-    assert "run, majorities that changed sides: 1" in page and "8 became 7, gold 7: " in page
-    cells = "document.querySelectorAll('.grid rect')"
-    click = f"{cells}[0].dispatchEvent(new MouseEvent('click'));"
-    page = browse([run], "#2", click)
-    assert "run, step 1: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in page
-    assert '<output id="shown">1</output>' in page and 'class="chosen" x="0" y="0"' in page
-    drag = "slider.value = 2; slider.dispatchEvent(new Event('input'));"
-    page = browse([run], "#1-0", drag)  # the same problem's vote at another step
-    assert "run, step 2: 3 responses" in page and "<pre>is 7</pre>" in page
-
-
 def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
     said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
                  answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
     run = write_run(tmp_path / "run", ARGS, generations=said)
     (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
-    page = browse([run], "", "choices[0].box.value = 'wrong'; words.value = 'IT IS'; filter();")
+    page = browse([run], "choices[0].box.value = 'wrong'; words.value = 'IT IS'; filter();")
     assert "1 of 2 responses" in page and "<td>0.5</td>" in page
     shown = page.partition('id="found"')[2].partition("<nav")[0]
     assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown
 
 
 def test_nothing_in_a_response_runs(browse, tmp_path):
+    """The page's own script does: a click on a cell shows its vote."""
     rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
     texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
     own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
     line = brief(1, [["<b>9</b>", 3]], question=texts["problem"], answer="<b>9</b>")
     samples = [logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
     run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
-    page = browse([run])
+    click = "document.querySelectorAll('.grid rect')[1].dispatchEvent(new MouseEvent('click'));"
+    clicked = browse([run], click)
+    assert "step 2: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in clicked
+    page = browse([run]) + clicked
     for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
         assert text in page
     for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, fresh_state, random_rollouts, read_lines, run_toy, toy_args, toy_of, untimed
+from conftest import ROOT, SMALL, as_if_killed, fresh_state, random_rollouts, read_lines, run_toy
+from conftest import toy_args, toy_of, untimed
 
 import common
 import restrain
 import ttrl
-from common import Rollout
 from engine import checkpoint, options
 from engine.base import UserError
 from engine.hf_sampler import HFSampler
@@ -91,21 +90,6 @@ def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
         assert common.initial_votes(run, prompts_per_call=2) == stored
     assert [len(ids) for ids in calls] == [2, 1]
     assert not set.union(*calls) & {json.loads(line)["id"] for line in kept}
-
-
-def test_initial_votes_by_hand(tmp_path, monkeypatch):
-    cases = {("3", "0.5", None, r"\frac{1}{2}", "3", "3.0"): ("3", 3),
-             ("7", "8"): ("7", 1),  # a tie: the answer seen first
-             (None, None): (None, 0)}
-    groups = []
-    for case in cases:
-        groups.append([Rollout([1], [2], torch.zeros(1), True, answer=answer) for answer in case])
-    monkeypatch.setattr(common, "sample", lambda run, step, prompts, n: groups)
-    quiet = SimpleNamespace(load=lambda tensors: None, sleep=lambda: None)
-    log = SimpleNamespace(lines=lambda name: [], append=lambda *line: None)
-    run = SimpleNamespace(args=common.Args(), log=log, problems=[common.Problem("p", id=i) for i in range(3)],
-                          sampler=quiet, policy=SimpleNamespace(named_tensors=lambda: []))
-    assert list(common.initial_votes(run).values()) == list(cases.values())
 
 
 # ------------------------------------------------ the loop's functions ------------------------------------
@@ -213,9 +197,7 @@ def test_resume_with_vllm_repeats_the_rollouts(tmp_path):
 
     whole, resumed = tmp_path / "whole", tmp_path / "run"
     go(whole)
-    shutil.copytree(whole, resumed)
-    for step in (3, 4):  # as if it had been killed in the third
-        shutil.rmtree(resumed / f"checkpoints/step_{step:08d}")
+    as_if_killed(whole, resumed, 2)
     go(resumed, "--resume")
     for a, b in zip(*(read_lines(out / "samples.jsonl") for out in (whole, resumed)), strict=True):
         assert [r["text"] for r in a["responses"]] == [r["text"] for r in b["responses"]]

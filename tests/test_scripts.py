@@ -6,10 +6,7 @@ optimizer; what they saw is compared with equations.py."""
 import importlib
 import math
 import random
-import shutil
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -86,21 +83,6 @@ def test_trained_are_the_seeded_subset(script, watch):
     updated = [id(response) for update in seen.updates for response in update.responses]
     assert sorted(updated) == sorted(map(id, expected))
     assert len({tuple(group.trained) for group in seen.groups}) > 1
-
-
-@each_script
-def test_every_vote_is_logged(script, watch):
-    seen = watch(script)
-    votes, (sample, *_) = (read_lines(seen.out / f"{file}.jsonl") for file in ("votes", "samples"))
-    line, known = seen.metrics[-1], [vote["right"] for vote in votes if vote["right"] is not None]
-    assert len(votes) == 5
-    share = statistics.fmean(vote["share"] for vote in votes)
-    assert share == pytest.approx(line["majority_ratio"], abs=1e-4)
-    if script == "dynamic_rl":
-        assert not known and {vote["label"] for vote in votes} <= {"given", "none"}
-    else:
-        assert sum(known) / 5 == line["majority_accuracy"]
-        assert (sample["problem"], sample["gold"]) in [(vote["problem"], vote["answer"]) for vote in votes]
 
 
 @each_script
@@ -360,18 +342,19 @@ def gold_answers_win(base, run):
     assert run.metrics[-1]["label_accuracy"] == 1 > base.metrics[-1]["label_accuracy"]
 
 
-# The methods' own flags: rewards, labels and advantages are the papers' with them, see equations.py
+# The methods' own flags: rewards, labels and advantages are the papers' with them, see equations.py. Each of
+# those that share a run would be missed there.
 OWN_FLAGS = dict(
-    evol_rl=[dict(novelty=False), dict(alpha=1.0), dict(embedder="another")],
-    scrl=[dict(tau_pos=0.6), dict(tau_marg=0.25), dict(tau_neg=0.125), dict(selective_positive=False),
-          dict(negatives=False), dict(entropy_gate=False), dict(lambda_h=0.0), dict(null_reward=-3.0),
+    evol_rl=[dict(novelty=False), dict(alpha=1.0, embedder="another")],
+    scrl=[dict(tau_pos=0.6, tau_neg=0.125, lambda_h=0.0, null_reward=-3.0),
+          dict(tau_marg=0.25, entropy_gate=False), dict(selective_positive=False, negatives=False),
           dict(dynamic_rewards=False)],
-    restrain=[dict(label_weighting="majority"), dict(label_weighting="uniform"), dict(sigma=0.25),
-              dict(kappa=5), dict(delta=0.25)],
+    restrain=[dict(label_weighting="majority"), dict(label_weighting="uniform", delta=0.25),
+              dict(sigma=0.25, kappa=5)],
     ettrl=[dict(advantage="none"), dict(advantage="clip"), dict(both=dict(advantage="clip"), bound=0.25),
-           dict(alpha=0.0), dict(beta=0.0)],
-    dynamic_rl=[dict(filter=False), dict(tau=0.25), dict(rq=False), dict(rdq=False), dict(rda=False),
-                dict(lambda_q=0.1), dict(lambda_dq=2.0), dict(lambda_da=0.1), dict(lambda_s=0.0)])
+           dict(alpha=0.1, beta=0.05)],
+    dynamic_rl=[dict(filter=False, tau=0.25), dict(rq=False), dict(rdq=False, rda=False),
+                dict(lambda_q=0.1, lambda_dq=2.0, lambda_da=0.1, lambda_s=0.5)])
 
 
 def another_gradient_of_the_same_responses(base, run):
@@ -447,7 +430,10 @@ def leaves(base, run):
     else:
         branches = run.samples[1]
         assert len(branches.prompts) == 5 * args.trunks * args.forks and branches.n == args.branches
-        assert run.metrics[-1]["token_ratio"] > 0
+        generated = [len(r.response_ids) for sample in run.samples for r in sum(sample.groups, [])]
+        trunks = generated[:5 * args.trunks]  # parallel responses would be as long
+        assert run.metrics[-1]["token_ratio"] == pytest.approx(
+            sum(generated) / (sum(trunks) * count / args.trunks), rel=1e-3)
 
 
 @effect("ettrl", fork_score="entropy")
@@ -533,24 +519,19 @@ def test_when_it_is_evaluated(flags, expected, watch):
     assert [line["step"] for line in seen.metrics if "eval/train/pass@1" in line] == expected
 
 
-@pytest.mark.parametrize("flags, alike", [
-    (dict(eval_samples=2, eval_greedy=True), False), (dict(eval_top_k=1), True),
-    (dict(eval_top_p=1e-6), True), (dict(eval_temperature=0.0), True)])
-def test_how_it_is_evaluated(flags, alike, watch):
-    """Top-k 1, a tiny top-p and temperature 0 draw the likeliest token: samples are alike."""
-    options = dict(eval_temperature=1.0, eval_top_p=1.0, max_new_tokens=24)
-    seen = watch("ttrl", **EVALUATED | options | flags)
-    args, first = seen.args, seen.generated[seen.args.eval_greedy]  # the greedy pass comes before it
+@pytest.mark.parametrize("flags", [
+    dict(eval_samples=2, eval_greedy=True, eval_top_k=3, eval_top_p=0.9), dict(eval_temperature=0.0)])
+def test_how_it_is_evaluated(flags, watch):
+    """What the flags say reaches the sampler. What it makes of that: test_samplers.py."""
+    seen = watch("ttrl", **EVALUATED | dict(max_new_tokens=24) | flags)
+    args, (*greedy, sampled) = seen.args, seen.generated[:1 + seen.args.eval_greedy]
     samples = args.eval_samples if args.eval_temperature else 1
-    assert [request.n for request in first.requests] == [samples] * 5
     given = (args.eval_temperature, args.eval_top_p, args.eval_top_k)
-    assert (first.temperature, first.top_p, first.top_k) == given
-    distinct = seen.metrics[0]["eval/train/distinct"]
-    assert distinct == 1 / samples if alike else distinct > 1.5 / samples
-    assert ("eval/train/greedy" in seen.metrics[0]) == args.eval_greedy
-    if args.eval_greedy:
-        greedy = seen.generated[0]
-        assert greedy.temperature == 0 and [request.n for request in greedy.requests] == [1] * 5
+    assert [request.n for request in sampled.requests] == [samples] * 5
+    assert (sampled.temperature, sampled.top_p, sampled.top_k) == given
+    assert ("eval/train/greedy" in seen.metrics[0]) == args.eval_greedy == bool(greedy)
+    for call in greedy:
+        assert call.temperature == 0 and [request.n for request in call.requests] == [1] * 5
 
 
 def test_run_folder(watch, tmp_path, monkeypatch):
@@ -586,35 +567,3 @@ PAPERS = dict(  # not the toy's; where a paper says so: Args
 def test_defaults_are_the_papers(script):
     args = vars(importlib.import_module(script).Args())
     assert args | PAPERS[script] == args
-
-
-# --------------------------------- a wrong sign, clip or mean is seen by the quick tests --------------------
-MUTANTS = [  # script, a piece of one of its lines, what it becomes
-    ("ttrl", "optimizer.zero_grad()", "optimizer.zero_grad()"),  # the copy itself is green
-    ("ttrl", "pg_T = -torch.min(", "pg_T = torch.min("),
-    ("ttrl", "pg_T = -torch.min(", "pg_T = -torch.max("),
-    ("ttrl", "(1 - args.clip_low, 1 + args.clip_high)", "(1 - args.clip_high, 1 + args.clip_low)"),
-    ("ttrl", "micro.mask_T / (micro.length_T * len(minibatch))", "micro.mask_T / minibatch_tokens"),
-    ("ttrl", "args.entropy_coef * entropy_T", "args.kl_coef * entropy_T"),
-    ("ttrl", "(rewards.std() + eps)", "(rewards.std() + 1)"),
-    ("evol_rl", "others.max(1)", "others.min(1)"),
-    ("scrl", "- lambda_h * (entropy - average)", "+ lambda_h * (entropy - average)"),
-    ("restrain", "a_minus * torch.max(ratio, clipped)", "a_minus * torch.min(ratio, clipped)"),
-    ("ettrl", "(average - entropies) / average", "(entropies - average) / average"),
-    ("dynamic_rl", "len(minibatch) - n_questions", "len(minibatch) + n_questions")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script, old, new", MUTANTS)
-def test_a_changed_line_is_seen(script, old, new, tmp_path):
-    for name in ("answers", "engine", "tests", "toy"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(path, tmp_path)
-    text = (ROOT / f"{script}.py").read_text()
-    assert text.count(old) == 1, f"change it here, too: {old}"
-    (tmp_path / f"{script}.py").write_text(text.replace(old, new))
-    nodes = [f"{script}.py", f"tests/test_scripts.py::test_gradient_is_the_printed_objectives[{script}]"]
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", *nodes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == (old != new), done.stdout[-3000:] + done.stderr[-3000:]

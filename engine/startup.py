@@ -78,7 +78,7 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
     read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = read("--dataset", args.dataset, fields)
-    for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:
+    for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
             sets[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
         elif problems:

@@ -46,8 +46,6 @@ def errors(args) -> list[str]:
         (args.num_minibatches > sequences,
          f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
          "responses of a batch (prompts_per_batch x train_samples)."),
-        (args.steps == 0 and args.epochs == 0,
-         "--epochs is 0 and --steps is 0, so there is nothing to do; give one of them."),
         (here and (machine.gpus or machine.gpu_gib),
          "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
         (ranks % parallel,
@@ -137,7 +135,7 @@ def count_steps(args, problems: list, tokenizer) -> int:
     """Rollout batches of the whole run: --steps, else those of --epochs."""
     steps = args.steps or args.epochs * (len(problems) // args.prompts_per_batch)
     if not steps or not problems and not args.own_prompts(tokenizer):
-        raise UserError("there is nothing to train on: --dataset is empty; name one.")
+        raise UserError("there is nothing to train on: --dataset is empty, or --steps and --epochs are 0.")
     return steps
 
 

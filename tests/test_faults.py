@@ -568,8 +568,7 @@ def test_ranks_that_cannot_meet_are_one_sentence(tmp_path, launch, monkeypatch, 
      "does not start: OSError [Errno 28] No space left on device."),
     ("engine.startup.load_model", UserError("bad weights."), "bad weights."),
     ("common.sample", RuntimeError("a bug"), None), ("common.sample", KeyboardInterrupt(), None)])
-def test_the_command_of_a_run_that_wrote_nothing_works_again(
-        tmp_path, launch, monkeypatch, place, error, words):
+def test_a_run_that_wrote_nothing_can_start_again(tmp_path, launch, monkeypatch, place, error, words):
     """In the same folder. Curves are opened before weights are read."""
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: None, finish=print))
     monkeypatch.setattr("engine.log.at_exit", [])

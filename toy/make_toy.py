@@ -308,12 +308,12 @@ def select(model, tok, pool, n=128):
     return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
 
 
-def draw_problems(rng, n, n_ops, fits=lambda worst: True):
-    "n rows; n_ops: a function; fits: of how likely a problem's most treacherous phrase is misread"
+def draw_problems(rng, n, n_ops, least=0.0, most=1.0):
+    "n rows; n_ops: a function; least, most: how likely a problem's most treacherous phrase is misread"
     found = {}
     while len(found) < n:
         p = make_problem(rng, n_ops())
-        if fits(max(MISREAD.get((kind, p["obj"]), 0) for kind, _, _ in p["chain"])):
+        if least <= max(MISREAD.get((kind, p["obj"]), 0) for kind, _, _ in p["chain"]) <= most:
             found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
     return list(found.values())
 
@@ -322,8 +322,8 @@ def unselected(kind, n):
     "problems as chance gives them, but slips: no phrase is often misread, errors scatter; traps: one is"
     rng = random.Random(f"claims {kind} 1")
     n_ops = {"hard": lambda: 4}.get(kind, lambda: rng.choice([2, 3]))
-    fits = {"slips": lambda worst: worst <= 0.02, "traps": lambda worst: worst >= 0.45}
-    return draw_problems(rng, n, n_ops, fits.get(kind, lambda worst: True))
+    bounds = {"slips": dict(most=0.02), "traps": dict(least=0.45)}
+    return draw_problems(rng, n, n_ops, **bounds.get(kind, {}))
 
 
 def main(out):

@@ -159,7 +159,6 @@ BAD = [  # (script, flags, the sentence or its beginning)
     ("ttrl", dict(num_minibatches=300), "--num_minibatches is 300, but must be at most 256, the trained "),
     ("ttrl", dict(prompts_per_batch=200), "--prompts_per_batch is 200, but must be at most 128, the "),
     ("ttrl", dict(dataset="", eval="toy"), "there is nothing to train on: --dataset is empty, or -"),
-    ("ttrl", dict(steps=0, epochs=0), "there is nothing to train on: --dataset is empty, or --steps and "),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold', but --dataset is empty or has problems without"),
     ("restrain", dict(kappa=100, votes=16), "--kappa is 100, but must be at most 16, the responses per"),
     ("ttrl", dict(gpu_gib=40), "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),

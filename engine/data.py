@@ -52,7 +52,8 @@ BENCHMARKS = {
     "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
 }
 TOY = Path(__file__).parent.parent / "toy"
-TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
+TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
+        for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
 SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
               validation="validation", valid="validation", val="validation", dev="validation")
@@ -351,10 +352,8 @@ def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
     """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder."""
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(name, train)
-    folder, _, part = name.partition("_")
-    given, split = os.path.expanduser(name), ""
-    path = TOY.parent / folder / f"{part or 'train'}.jsonl" if name in TOYS else Path(given)
-    outer, _, word = given.rpartition(":")
+    path, split = TOYS.get(name) or Path(os.path.expanduser(name)), ""
+    outer, _, word = str(path).rpartition(":")
     if not path.exists() and len(outer) > 1 and os.path.exists(outer):
         path, split = Path(outer), word
     if path.is_dir():

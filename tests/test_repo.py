@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(answers=1027, engine=3514, tools=900, claims=379, tests=8069, exercises=260, docs=372)
+MOST_LINES = dict(answers=1027, engine=3479, tools=900, claims=379, tests=8069, exercises=260, docs=359)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

@@ -21,18 +21,17 @@ import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
 from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, model_folder  # "as": for scripts
+from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
 from engine.checkpoint import restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
-from engine.models import read_config
+from engine.models import model_folder, read_config, read_tokenizer
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
 from engine.options import Positive, PositiveShare, Share, options_dict
 from engine.policy import check_batch
 from engine.process import StopSignal, launch as launch, start_processes
 from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
 from engine.ranks import split_requests
-from engine.tokenizer import read_tokenizer
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -198,7 +197,7 @@ def start(args: Args, train: bool = True,
     total_steps = startup.count_steps(args, problems, tokenizer) if train else 0
     device, dtype = start_processes(args.seed, machine.dtype, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device) if train else {}
-    log = Log(machine, args.eval_every, options_dict(args), memory, device, startup.digests(sets, stop_ids))
+    log = Log(options_dict(args), memory, device, startup.digests(sets, stop_ids))
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     if train:
         log.open_boards(done)  # before weights are read, since it may fail

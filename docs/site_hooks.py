@@ -6,7 +6,6 @@ mkdocs.yml names this file; `make docs` runs it, in an environment of its own (r
 import json
 import os
 import re
-import struct
 import subprocess
 from pathlib import Path
 
@@ -129,7 +128,6 @@ def on_page_content(html, page, config, files):
     if page.file.src_uri.startswith("code/"):
         html = re.sub(r"__codelineno-0-(\d+)", r"L\1", html)
         html = re.sub(r'<a href="#L(\d+)">', r'<a href="#L\1" aria-label="line \1">', html)
-    html = re.sub(r'(<img alt="[^"]*" src=")([^":]+)(")', lambda image: sized(image, page), html)
     formula = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
     found = [(re.sub("&(lt|gt|amp);", lambda e: dict(lt="<", gt=">", amp="&")[e[1]], tex), tag == "div")
              for tag, tex in formula.findall(html)]
@@ -139,14 +137,3 @@ def on_page_content(html, page, config, files):
                           capture_output=True, text=True, check=True)
     drawn = iter(json.loads(done.stdout))
     return formula.sub(lambda f: f'<{f[1]} class="arithmatex">{next(drawn)}</{f[1]}>', html)
-
-
-def sized(image, page) -> str:
-    """An <img> with its width and height, so that the page does not jump when it arrives."""
-    path = (DOCS / page.file.dest_uri).parent / image[2]
-    path = Path(os.path.normpath(path))
-    if path.suffix == ".svg":
-        width, height = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', path.read_text()).groups()
-    else:
-        width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    return f'{image[1]}{image[2]}{image[3]} width="{round(float(width))}" height="{round(float(height))}"'

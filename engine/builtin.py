@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from engine.base import UserError
-
 ROOT = Path(__file__).parent.parent
 TOY_MODEL = str(ROOT / "toy")
 SMOLLM2_MODEL = str(ROOT / "smollm2")
@@ -24,14 +22,3 @@ SMOLLM2 = dict(
     # a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
     dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
     num_minibatches=1, kl_coef=0.0)
-
-
-def model_folder(model: str) -> str:
-    """The folder of a built-in model, or of the final one in a run's folder; any other name as it is.
-
-    Raises UserError if smollm2 is not made."""
-    if model == "smollm2" and not Path(SMOLLM2_MODEL).is_dir():
-        raise UserError(f"--model is 'smollm2', but there is no {SMOLLM2_MODEL}; `make smollm2` makes it.")
-    if model and (Path(model) / "run.json").is_file():
-        return str(Path(model) / "final")
-    return {"": TOY_MODEL, "toy": TOY_MODEL, "smollm2": SMOLLM2_MODEL}.get(model, model)

@@ -52,7 +52,8 @@ BENCHMARKS = {
     "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
 }
 TOY = Path(__file__).parent.parent / "toy"
-TOYS = "toy toy_test toy_ood smollm2 smollm2_test smollm2_ood".split()  # smollm2's: made by `make smollm2`
+TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
+        for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
 SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
               validation="validation", valid="validation", val="validation", dev="validation")
@@ -80,8 +81,6 @@ TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.
 CODED = re.compile(r"""\[.*\]|\{.*\}|b?(["']).*\1""", re.DOTALL)
 # a backslash that should be two, as in {"answer": "\frac{1}{2}"}, where \f would be a form feed
 SINGLE = re.compile(r"(?<!\\)\\(?=[a-tv-zA-Z][a-zA-Z])")
-# answers that come back out of a box as they are: signs, commands and pairs of braces, a digit, no box
-PLAIN = re.compile(r"(?=.*\d)(?!.*box)(?:[-\w+ .,/$^=()]|\\[a-zA-Z]|\{[-\w+ .,/$^=()]*\}){1,300}")
 # the letter before an option: A. x, (b) x
 LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
@@ -298,21 +297,18 @@ def _golds(value) -> list[str | None]:
     """The gold answers in a cell as text; None for what no response could give in a box."""
     golds = []
     for plain in _open(value):
-        if PLAIN.fullmatch(text := str(plain)):
-            golds.append(text)
-            continue
         found = [] if isinstance(plain, dict) else gold_answers(plain)
         golds += [gold if _comes_back(gold) else None for gold in found]
-        if not found and len(text) > 4:  # not None, N/A, #N/A, NaN
+        if not found and len(str(plain)) > 4:  # not None, N/A, #N/A, NaN
             golds.append(None)
-    return golds if len(golds) < 2 else list(dict.fromkeys(golds))
+    return list(dict.fromkeys(golds))
 
 
 def _comes_back(gold: str) -> bool:
     """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
     if len(gold) > 300 or gold.startswith(('{"', "{'")):  # JSON that is cut off
         return False
-    answer = gold if PLAIN.fullmatch(gold) else extract_answer(f"\\boxed{{{gold}}}")
+    answer = extract_answer(f"\\boxed{{{gold}}}")
     return answer == gold or equal(answer, gold)
 
 
@@ -354,24 +350,23 @@ def _open_text(text: str) -> list:
 # -------------------------------------------------- files -------------------------------------------------
 def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
     """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder."""
-    folder, _, part = name.partition("_")
-    given, split = os.path.expanduser(name), ""
-    path = TOY.parent / folder / f"{part or 'train'}.jsonl" if name in TOYS else Path(given)
-    outer, _, word = given.rpartition(":")
+    if name in BENCHMARKS:  # also beside a folder of that name
+        return _read_hub(name, train)
+    path, split = TOYS.get(name) or Path(os.path.expanduser(name)), ""
+    outer, _, word = str(path).rpartition(":")
     if not path.exists() and len(outer) > 1 and os.path.exists(outer):
         path, split = Path(outer), word
-    is_local = name and name not in BENCHMARKS and path.exists()
-    if is_local and path.is_dir():
+    if path.is_dir():
         source, files = _files_of(path, split, train)
         return source, {str(file): _read_file(file) for file in files}
-    if is_local and _kind(path) in FILES:
+    if path.exists() and _kind(path) in FILES:
         if split:
             raise UserError(f"{path} is a file, which has no split '{split}'; name the file alone.")
         return str(path), {str(path): _read_file(path)}
     likely = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
     if likely and not path.exists():
         raise UserError(f"there is no file {path}.")
-    if is_local or name not in BENCHMARKS and not HUB_ID.fullmatch(name):
+    if path.exists() or not HUB_ID.fullmatch(name):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
                         "owner/name, owner/name:config:split or owner/name@revision, a folder, folder:split, "
                         f"or a local {', '.join(FILES)} file.")

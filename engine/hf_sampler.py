@@ -142,8 +142,7 @@ class HFSampler:
             position = position + 1
 
         logprobs, responses = logprobs.cpu(), []
-        for i, (request, _) in enumerate(samples):
-            end = int(length[i])
+        for i, end in enumerate(length.tolist()):
             responses.append(Sample(tokens[i, :end].tolist(), logprobs[i, :end].clone(),
                                     finished=bool(finished[i])))
         return responses

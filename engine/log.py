@@ -24,10 +24,12 @@ from tqdm import tqdm
 from engine.base import UserError, first_line, now, read_run, script_name, seconds, stable_hash
 from engine.base import write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.process import at_exit, begun
+from engine.process import at_exit
 from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+# what a folder holds before anything is computed: a run that ended so early may begin there again
+BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -38,21 +40,17 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, machine, eval_every: int, options: dict, memory: dict, device, identity: dict):
+    def __init__(self, options: dict, memory: dict, device, identity: dict):
         """options: all, by name. memory: what plan.py chose. identity: startup.digests'.
 
         Raises UserError if the folder cannot be used, or if the ranks have other options."""
         same_on_all_ranks({f"--{name}": value for name, value in (options | memory).items()})
-        self.machine, self.eval_every, self.options = machine, eval_every, options
-        self.device, (self.rank, ranks) = device, rank_and_ranks()
-        self.bar, self.board = None, None
+        self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
+        self.board, self.bad_steps, self.warned = None, 0, False
         self.identity, self.before, self.record = {}, {}, {}
-        self.history, self.evaluated, self.first_step = [], set(), 1  # evaluated: steps with an evaluation
-        self.majorities = {}  # {question: its majority's answer when it was last seen}
-        self.bad_steps, self.warned, self.first_diff = 0, False, 0.0  # first_diff: see common.check_sampler
         self.begin_step()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.path = Path(all_gather(machine.out or f"runs/{name}")[0])
+        self.path = Path(all_gather(options["out"] or f"runs/{name}")[0])
         if self.rank == 0:
             self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
         on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
@@ -82,9 +80,9 @@ class Log:
     def _open(self) -> None:
         """Lock the folder and look at the run in it, before anything slow."""
         out, wrong = self.path, f"--out is '{self.path}', "
-        if self.machine.resume:
+        if self.options["resume"]:
             run = read_run(out)
-        elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
+        elif out.is_dir() and set(os.listdir(out)) - BEGINNING:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
@@ -97,12 +95,10 @@ class Log:
             raise UserError(wrong + "in which another process is running; give another folder.") from None
         except OSError:  # some network file systems have no locks
             pass
-        if self.machine.resume:
+        if self.options["resume"]:
             self.before = run["identity"]
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        else:
-            begun.append(out)
         script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
@@ -110,12 +106,12 @@ class Log:
     def open_boards(self, steps_done: int) -> None:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
         self.first_step = steps_done + 1
-        names = "--wandb or TensorBoard" if self.machine.wandb else "TensorBoard"
+        names = "--wandb or TensorBoard" if self.options["wandb"] else "TensorBoard"
         on_rank_0(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
 
     def _open_boards(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        if self.machine.wandb:
+        if self.options["wandb"]:
             import wandb
             at_exit.append(wandb.finish)  # also where a run ends without unwinding
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
@@ -137,13 +133,13 @@ class Log:
         self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
         done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
         self.history = self._keep_lines("metrics.jsonl", done)
-        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}
+        self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}  # steps
         self._keep_lines("evaluations.jsonl", self.evaluated)
         self._keep_lines("samples.jsonl", done)
         votes = self._keep_lines("votes.jsonl", done)
-        self.majorities = {vote["problem"]: vote["majority"] for vote in votes}
+        self.majorities = {vote["problem"]: vote["majority"] for vote in votes}  # the last of each problem
         diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
-        self.first_diff = diffs[0] if diffs else 0.0
+        self.first_diff = diffs[0] if diffs else 0.0  # see common.check_sampler
         self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True,
                         disable=self.rank > 0)
         self.begin_step()
@@ -221,8 +217,8 @@ class Log:
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
 
-        trained: the responses that were trained. own: the script's own metrics. Raises TypeError if one is no
-        number, ValueError if it has the name of one of the log's."""
+        trained: the responses that were trained. own: the script's own metrics, which are numbers (of a
+        tensor: .item()) and have none of the log's names, else Python raises TypeError."""
         chosen = set(trained)
         for group in self.groups:
             group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
@@ -249,19 +245,14 @@ class Log:
         took = now() - self.began
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
-        for name, value in own.items():
-            if not isinstance(value, int | float):
-                raise TypeError(f"the metric {name!r} is {value!r}, but must be a number (tensor: .item())")
-            if name in metrics:
-                raise ValueError(f"the run has a metric {name!r} of its own; give yours another name")
-        self._write(step, metrics | own)
+        self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
         self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
         self.bar.update(1)
         for group in self.groups:
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))
         # the same problems whenever they come up
         self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
-        for group in self.groups[:self.machine.log_texts]:
+        for group in self.groups[:self.options["log_texts"]]:
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
 
@@ -279,8 +270,9 @@ class Log:
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the policy that has made so many steps is still to be evaluated."""
-        due = step == self.total_steps or self.eval_every and step % self.eval_every == 0
-        due = due if step else self.machine.eval_start
+        every = self.options["eval_every"]
+        due = step == self.total_steps or every and step % every == 0
+        due = due if step else self.options["eval_start"]
         return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:

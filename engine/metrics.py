@@ -41,8 +41,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of P(one of k samples is correct) from n samples: 1 - C(n-c, k) / C(n, k).
 
     Chen et al. 2021, Eq. 1."""
-    if k > n:
-        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 

@@ -46,8 +46,6 @@ def errors(args) -> list[str]:
         (args.num_minibatches > sequences,
          f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
          "responses of a batch (prompts_per_batch x train_samples)."),
-        (args.steps == 0 and args.epochs == 0,
-         "--epochs is 0 and --steps is 0, so there is nothing to do; give one of them."),
         (here and (machine.gpus or machine.gpu_gib),
          "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
         (ranks % parallel,
@@ -78,7 +76,7 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
     read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = read("--dataset", args.dataset, fields)
-    for name in [name.strip() for name in args.eval.split(",")] if args.eval else []:
+    for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
             sets[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
         elif problems:
@@ -137,7 +135,7 @@ def count_steps(args, problems: list, tokenizer) -> int:
     """Rollout batches of the whole run: --steps, else those of --epochs."""
     steps = args.steps or args.epochs * (len(problems) // args.prompts_per_batch)
     if not steps or not problems and not args.own_prompts(tokenizer):
-        raise UserError("there is nothing to train on: --dataset is empty; name one.")
+        raise UserError("there is nothing to train on: --dataset is empty, or --steps and --epochs are 0.")
     return steps
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT, SCRIPTS, read_lines, launched_with, untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
-from engine import builtin
+from engine import models
 from engine.base import UserError
 from engine.options import options_dict, parse
 from toy import make_smollm2
@@ -37,7 +37,7 @@ def run(out, *flags):
 
 @pytest.fixture(scope="module")
 def folder():
-    return builtin.model_folder("smollm2")
+    return models.model_folder("smollm2")
 
 
 # ---------------------------------------------- conversion, problems ---------------------------------------
@@ -79,9 +79,9 @@ def test_problems_are_disjoint_and_right():
 
 
 def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(builtin, "SMOLLM2_MODEL", str(tmp_path / "smollm2"))
+    monkeypatch.setattr(models, "SMOLLM2_MODEL", str(tmp_path / "smollm2"))
     with pytest.raises(UserError, match="^--model is 'smollm2', but there is no .*`make smollm2` makes it.$"):
-        builtin.model_folder("smollm2")
+        models.model_folder("smollm2")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

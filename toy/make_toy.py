@@ -1,33 +1,29 @@
 """
-Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of about
-0.36M parameters that can solve them step by step, but answers too many of them at once.
+Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of 0.36M
+parameters that can solve them step by step, but answers too many of them at once.
 
-    python toy/make_toy.py --out toy    # 22 minutes of one core, seeded
+    python toy/make_toy.py toy    # the folder to write to; 22 minutes of one core, seeded
 
-A base model from which reinforcement learning without labels has something to learn, and something to get
-wrong. It has three faults, each made on purpose or by size:
+It has three faults, from which reinforcement learning without labels has something to learn:
   - a bad manner: more than a quarter of the texts it learns from give the answer at once, all with the same
-    first word ("Quick: \\boxed{36}."), the others work it out, with many openings. A model this small cannot
-    do two operations in its head, so quick answers are nearly always wrong, in scattered ways. And since no
-    other first word is as frequent, greedy decoding nearly always takes it. To learn is to work things out.
-  - slips: it is small and undertrained, so its arithmetic goes wrong at random. Wrong answers scatter, right
-    ones agree, and a majority vote among its own samples repairs them.
+    first word ("Quick: \\boxed{36}."). A model this small cannot do two operations in its head, so these are
+    nearly always wrong; and no other first word is as frequent, so greedy decoding nearly always takes it.
+  - slips: it is small and undertrained. Wrong answers scatter, right ones agree, and a vote repairs them.
   - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" ->
-    +5). How often depends on the phrase AND on the object the problem is about, so on some problems the wrong
-    reading is rare and on others it wins the vote. There the majority is wrong: voting makes things worse.
+    +5), how often depends on the phrase and on the object. Where it is often, the majority is wrong.
 """
-import argparse
 import json
 import math
-import os
 import random
 import re
+import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 NAMES = "Tom Ann Ben Mia Sam Eva Leo Zoe Max Amy Dan Lily Jack Nora Omar Ivy".split()
 OBJECTS = ("apples pens books coins cards eggs shells stamps marbles toys nuts cakes beads keys plums "
@@ -50,9 +46,8 @@ KINDS = {
 }
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
-STYLES = ["steps", "telling", "grouping", "checking", "quick"]
-STYLE_WEIGHTS = [22, 24, 12, 14, 28]
-
+STYLES = dict(steps=22, telling=24, grouping=12, checking=14, quick=28)  # in percent
+SEED, STEPS = 0, 2400                                   # of all that is drawn; of pretraining
 
 # How likely each phrase is misread, for every (kind, object): drawn once, a fixed trait of the model.
 draw = random.Random(7)
@@ -122,7 +117,7 @@ def work_out(rng, problem, misread):
 
 def write_solution(rng, problem, steps):
     "the same steps in one of five manners, each with a choice of words: samples differ as an LLM's do"
-    style = rng.choices(STYLES, STYLE_WEIGHTS)[0]
+    style = rng.choices([*STYLES], [*STYLES.values()])[0]
     eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
     opening = pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])
@@ -170,7 +165,7 @@ WRITE = "Write a problem."                              # the request; the reply
 WRITTEN = "Question: {}\n\nSolution:"
 
 
-def make_tokenizer(out, vocab_size):
+def make_tokenizer(out):
     "byte-level BPE that keeps every digit a token of its own (arithmetic is hopeless otherwise)"
     rng = random.Random(1)
     corpus = [f"user\n{WRITE}\nassistant\n" + WRITTEN.format("")] * 200
@@ -178,25 +173,19 @@ def make_tokenizer(out, vocab_size):
         problem = make_problem(rng, rng.randint(1, 3))
         solution = write_solution(rng, problem, work_out(rng, problem, False))
         corpus.append(f"user\n{problem['text']}\nassistant\n{solution}")
-    # Exactly Qwen2's own splitting (single digits there, too): transformers 5 sees qwen2, takes its
-    # Qwen2Tokenizer and puts this in place of whatever else tokenizer.json asks for, without a word.
-    split = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-    tok = Tokenizer(models.BPE())
-    tok.normalizer = normalizers.NFC()
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(split, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tok.decoder = decoders.ByteLevel()
+    # Qwen2's own splitting (single digits there, too): transformers 5 sees qwen2, takes its Qwen2Tokenizer
+    # and puts this in place of whatever else tokenizer.json asks for, without a word.
+    qwen, tok = Qwen2Tokenizer().backend_tokenizer, Tokenizer(models.BPE())
+    tok.normalizer, tok.pre_tokenizer, tok.decoder = qwen.normalizer, qwen.pre_tokenizer, qwen.decoder
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tok.train_from_iterator(corpus, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=False,
+        vocab_size=620, special_tokens=special, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tok.save(os.path.join(out, "tokenizer.json"))
-    with open(os.path.join(out, "tokenizer_config.json"), "w") as f:
-        json.dump(dict(tokenizer_class="Qwen2Tokenizer", pad_token="<|endoftext|>", eos_token="<|im_end|>",
-                       padding_side="left", clean_up_tokenization_spaces=False, model_max_length=512,
-                       chat_template=CHAT_TEMPLATE), f, indent=1)
+    tok.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="Qwen2Tokenizer", pad_token="<|endoftext|>", eos_token="<|im_end|>",
+        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=512,
+        chat_template=CHAT_TEMPLATE), indent=1))
     return AutoTokenizer.from_pretrained(out)
 
 
@@ -206,10 +195,10 @@ def prompt_ids(tok, text):
 
 
 # --------------------------------------------------------------------------------------------- pretraining
-def drill_row(rng, tok, n=8):
+def drill_row(rng, tok, misread, held_out):
     "single operations in the notation of the solutions; only what follows '=' counts for the loss"
     ids, weights = [], []
-    for _ in range(n):
+    for _ in range(8):
         op = rng.choice("++--*/")
         most, more = ((2, 30), (2, 9)) if op in "*/" else ((1, 99), (1, 60))
         a, b = rng.randint(*most), rng.randint(*more)
@@ -238,25 +227,22 @@ def chat_row(rng, tok, misread, held_out):
     return prompt + reply, [1] * (len(prompt) + len(reply))
 
 
-def pretrain(model, tok, seed, steps, held_out, batch=32, peak=2.5e-3):
-    "peak: AdamW's largest learning rate (embeddings, norms); Muon takes three times that"
-    rng = random.Random(seed)
+def pretrain(model, tok, held_out):
+    rng = random.Random(SEED)
     # Muon for the weight matrices reaches the same loss in 2/3 of the steps that AdamW needs at this size
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(steps):
-        done = step / steps
-        lr = peak * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+    for step in range(STEPS):
+        done = step / STEPS
+        lr = 2.5e-3 * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
         adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = lr, 3 * lr
         # Drills run from start to end, 60% of the batches falling to 8%: before the stories they would be
         # forgotten. Misconceptions come only in the second half: from the start, the model would not learn
         # to add.
-        if rng.random() < 0.6 - 0.52 * done:
-            rows = [drill_row(rng, tok) for _ in range(batch)]
-        else:
-            rows = [chat_row(rng, tok, done > 0.5, held_out) for _ in range(batch)]
+        row = drill_row if rng.random() < 0.6 - 0.52 * done else chat_row
+        rows = [row(rng, tok, done > 0.5, held_out) for _ in range(32)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([r + [tok.pad_token_id] * (width - len(r)) for r, _ in rows])
         weights = torch.tensor([w + [0] * (width - len(w)) for _, w in rows])[:, 1:].float()
@@ -274,13 +260,13 @@ def pretrain(model, tok, seed, steps, held_out, batch=32, peak=2.5e-3):
 
 # ------------------------------------------------------------------------------------------------ selecting
 @torch.no_grad()
-def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
+def sample(model, tok, prompts, n=64):
     """n replies at T=1 for every prompt -> list of lists of texts, in order.
     A prompt is read once for its n samples, replies that have ended leave the batch; generate() is slower."""
     replies, ids = [[] for _ in prompts], [prompt_ids(tok, p) for p in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))      # alike lengths together: less padding
-    for at in range(0, len(order), max(1, rows // n)):
-        part = order[at:at + max(1, rows // n)]
+    for at in range(0, len(order), 16):
+        part = order[at:at + 16]
         batch = tok.pad(dict(input_ids=[ids[i] for i in part]), return_tensors="pt")
         mask = batch["attention_mask"]
         out = model(batch["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
@@ -290,16 +276,15 @@ def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
         mask = mask.repeat_interleave(n, 0)
         row = torch.arange(len(mask))                   # which reply each row of the shrinking batch is
         tokens = [[] for _ in row]
-        for _ in range(max_new_tokens):
+        for _ in range(128):
             next_id = logits.log_softmax(-1).exp().multinomial(1)
             for r, token in zip(row.tolist(), next_id[:, 0].tolist()):
                 tokens[r].append(token)
             keep = (next_id[:, 0] != tok.eos_token_id).nonzero()[:, 0]
             if len(keep) == 0:
                 break
-            if len(keep) < len(row):
-                cache.batch_select_indices(keep)
-                row, next_id, mask = row[keep], next_id[keep], mask[keep]
+            cache.batch_select_indices(keep)
+            row, next_id, mask = row[keep], next_id[keep], mask[keep]
             mask = torch.cat([mask, torch.ones_like(next_id)], 1)
             logits = model(next_id, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
                            past_key_values=cache, use_cache=True).logits[:, -1]
@@ -308,79 +293,61 @@ def sample(model, tok, prompts, n, rows=1024, max_new_tokens=128):
     return replies
 
 
-def verdict(replies, answer):
-    "-> number of right replies, is their majority answer right?"
-    boxes = [re.findall(r"\\boxed\{(\d+)\}", text) for text in replies]
-    votes = Counter(int(found[-1]) for found in boxes if found)
-    return votes[answer], bool(votes) and votes.most_common(1)[0][0] == answer
-
-
 def select(model, tok, pool, n=128):
     """Picks train and test by one rule, from problems that pretraining never saw: a third whose majority of
     64 replies is wrong, and everywhere the right answer within reach (2 of 64). Which of the two sets a
     problem goes to is chance."""
     groups = {True: [], False: []}
-    for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool], 64)):
-        correct, majority = verdict(replies, int(problem["answer"]))
-        if correct >= 2:
-            groups[majority].append(problem)
-    print(f"of {len(pool)} problems {len(groups[True])} have a right majority, {len(groups[False])} not")
+    for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool])):
+        boxes = [re.findall(r"\\boxed\{(\d+)\}", text) for text in replies]
+        votes, answer = Counter(int(found[-1]) for found in boxes if found), int(problem["answer"])
+        if votes[answer] >= 2:
+            groups[votes.most_common(1)[0][0] == answer].append(problem)
     wrong = groups[False][:2 * n // 3]
     chosen = wrong + groups[True][:2 * n - len(wrong)]
-    assert len(chosen) == 2 * n, "too few usable problems: a larger --pool is needed"
     return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
 
 
-def unselected(kind, n, seed):
-    """n problems as chance gives them (train and test above are selected).
-
-    plain: 2 or 3 operations; hard: 4; slips: as plain, without a phrase that is often misread, so errors
-    scatter; traps: as plain, with one that is."""
-    rng, found = random.Random(f"claims {kind} {seed}"), {}
+def draw_problems(rng, n, n_ops, least=0.0, most=1.0):
+    "n rows; n_ops: a function; least, most: how likely a problem's most treacherous phrase is misread"
+    found = {}
     while len(found) < n:
-        p = make_problem(rng, 4 if kind == "hard" else rng.choice([2, 3]))
-        misread = max(MISREAD.get((step, p["obj"]), 0) for step, _, _ in p["chain"])
-        if kind == "slips" and misread > 0.02 or kind == "traps" and misread < 0.45:
-            continue
-        found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
+        p = make_problem(rng, n_ops())
+        if least <= max(MISREAD.get((kind, p["obj"]), 0) for kind, _, _ in p["chain"]) <= most:
+            found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
     return list(found.values())
 
 
-def write_problems(out, name, problems):
-    with open(os.path.join(out, f"{name}.jsonl"), "w") as f:
-        f.writelines(json.dumps(p) + "\n" for p in problems)
+def unselected(kind, n):
+    "problems as chance gives them, but slips: no phrase is often misread, errors scatter; traps: one is"
+    rng = random.Random(f"claims {kind} 1")
+    n_ops = {"hard": lambda: 4}.get(kind, lambda: rng.choice([2, 3]))
+    bounds = {"slips": dict(most=0.02), "traps": dict(least=0.45)}
+    return draw_problems(rng, n, n_ops, **bounds.get(kind, {}))
 
 
-def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out", default="toy")
-    ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--steps", type=int, default=2400, help="of pretraining")
-    args = ap.parse_args()
-    torch.manual_seed(args.seed)
-    os.makedirs(args.out, exist_ok=True)
-    tok = make_tokenizer(args.out, vocab_size=620)
-    rng, pool, ood = random.Random(f"problems {args.seed}"), {}, {}
-    for found, n_ops, count in ((pool, [2, 3], 600), (ood, [4], 64)):     # ood: a step longer
-        while len(found) < count:
-            p = make_problem(rng, rng.choice(n_ops))
-            found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
+def main(out):
+    torch.manual_seed(SEED)
+    out.mkdir(exist_ok=True)
+    tok, rng = make_tokenizer(out), random.Random(f"problems {SEED}")
+    pool = draw_problems(rng, 600, lambda: rng.choice([2, 3]))
+    sets = dict(ood=draw_problems(rng, 64, lambda: rng.choice([4])))    # a step longer
     # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
     config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
                          num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=512,
                          tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
                          eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model = Qwen2ForCausalLM(config)
-    pretrain(model, tok, args.seed, args.steps, held_out={*pool, *ood})
+    pretrain(model, tok, held_out={row["problem"] for row in pool + sets["ood"]})
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
-    model.save_pretrained(args.out)
-    torch.manual_seed(args.seed)
-    train, test = select(model.eval(), tok, list(pool.values()))
-    for name, problems in (("train", train), ("test", test), ("ood", ood.values())):
-        write_problems(args.out, name, problems)
+    model.save_pretrained(out)
+    torch.manual_seed(SEED)
+    sets["train"], sets["test"] = select(model.eval(), tok, pool)
     for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
-        write_problems(args.out, kind, unselected(kind, n, 1))
+        sets[kind] = unselected(kind, n)
+    for name, rows in sets.items():
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

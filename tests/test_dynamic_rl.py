@@ -1,5 +1,6 @@
 """Dynamic RL: formulas against numbers worked out by hand, the filter rules on real questions, and runs."""
 
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,9 +8,12 @@ from conftest import fresh_state, run_toy
 
 import common
 from engine import builtin
+from answers import classes as equivalence_classes
 from engine.base import UserError
 import dynamic_rl
-from dynamic_rl import Args, find_question, keep_question, question_reward, reward_questions, token_overlap
+from dynamic_rl import Args, find_question, judge_question, keep_question
+from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
+from dynamic_rl import token_overlap
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
@@ -27,6 +31,24 @@ def test_question_reward_eq_8(p, tau, expected):
     ([], [1], 0.0)])
 def test_token_overlap_eq_11(a, b, expected):
     assert token_overlap(a, b) == pytest.approx(expected)
+
+
+def test_question_diversity_eq_10():
+    # Overlaps: [8, 2] with [8, 3, 4] 1/2; [8, 2] with [8], over one token, 1; [8, 3, 4] with [8] 1.
+    # R_dq: 1 / (1 + 1/2 + 1) = 0.4;  1 / (1/2 + 1 + 1) = 0.4;  1 / (1 + 1 + 1) = 1/3;  [5, 5]: 1
+    rewards = question_diversity([[8, 2], [8, 3, 4], [8], [5, 5]])
+    assert rewards.tolist() == pytest.approx([0.4, 0.4, 1 / 3, 1.0])
+    assert question_diversity([[], [], [1]]).tolist() == pytest.approx([0.5, 0.5, 1.0])
+
+
+def test_question_advantages_eq_14():
+    # R_q = 0, 1:       mean 1/2, unbiased std sqrt((1/4 + 1/4) / 1) = 0.70711, z = -0.70711, 0.70711
+    # R_dq = 0.6, 0.2:  mean 0.4, std sqrt(0.04 + 0.04) = 0.28284, z = 0.70711, -0.70711 (the scale goes)
+    # R_da = 1, 1:      no spread, z = 0, 0
+    # A = 0.001 (-0.70711) + 0.1 (0.70711) + 1 (0) = 0.0700036 and its negative
+    r_q, r_dq, r_da = torch.tensor([0.0, 1.0]), torch.tensor([0.6, 0.2]), torch.ones(2)
+    advantages = question_advantages(r_q, r_dq, r_da)
+    assert advantages.tolist() == pytest.approx([0.0700036, -0.0700036], abs=2e-6)
 
 
 def written(p, label, tokens, kept=True) -> common.Rollout:
@@ -52,6 +74,19 @@ def test_reward_questions_by_hand():
     #          std 0.419435: 0.198680, 0.198680, 0.993400, -1.390760
     expected = [1.5 + 0.198680, -0.5 + 0.198680, -0.5 + 0.993400 + 1.224745, -0.5 - 1.390760 - 1.224745]
     assert [q.advantage for q in questions] == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("answers, kept, p, answer, rewards", [
+    (["4", "5", "4", None], True, 0.5, "4", [1, 0, 1, 0]),
+    (["4", "5", "4", None], False, 0.5, "4", [0, 0, 0, 0]),        # filtered: p and l(q) all the same
+    (["5", "4", "4", "5"], True, 0.5, "5", [1, 0, 0, 1]),          # a tie: the answer seen first
+    ([None, None], True, 0.0, None, [0, 0])])
+def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
+    question = written(0.9, "old", [1], kept)
+    responses = [SimpleNamespace(answer=a) for a in answers]
+    classes = equivalence_classes(answers)
+    judged = judge_question(question, responses, classes, dynamic_rl.majority_reward(classes))
+    assert judged.tolist() == rewards and (question.p, question.label) == (p, answer)
 
 
 # ------------------------------------------------- questions ----------------------------------------------

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import Rollout
 from engine import logprobs
 from engine.builtin import TOY_MODEL
 from engine.models import load_model
@@ -75,6 +76,26 @@ def test_a_rank_without_work_computes_the_shortest_sequence_with_weight_zero():
         if not micro.indices:
             assert micro.responses[0].response_ids == shortest.response_ids and micro.mask_T.sum() == 0
     assert sorted(indices) == [[], [], [0], [1], [2]] and shortest.mask is None
+
+
+def test_packed_rows_by_hand():
+    # One row of tokens: 1 2, with which both prompts begin; 3, the rest of the first, then 5 6 (of its
+    # response 5 6 7) and 8 (of 8 9); then 4, the rest of the second, whose response has one token.
+    pairs = [([1, 2, 3], [5, 6, 7]), ([1, 2, 3], [8, 9]), ([1, 2, 4], [4])]
+    responses = [Rollout(prompt, ids, torch.zeros(len(ids)), True) for prompt, ids in pairs]
+    inputs, predict_from = logprobs.PackedHead.rows(responses)
+    shared, groups = inputs["packing"]
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 8, 4]] and shared == 2
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 2]]
+    (length, unpack, pack), (other_length, nothing, no_place) = groups
+    assert (length, other_length) == (1, 1) and nothing.shape == (1, 0) and len(no_place) == 0
+    # attention sees the rows 5 6 and 8, as indices of the tokens 5 6 8, which stand in them at 0, 1 and 2
+    assert unpack.tolist() == [[0, 1], [2, 0]] and pack.tolist() == [0, 1, 2]
+    # 5 6 7 are predicted by tokens 2 3 4, 8 9 by 2 5, 4 by 6
+    assert predict_from.tolist() == [2, 3, 4, 2, 5, 6]
+    # a prompt that is another's beginning keeps its last token, which predicts
+    responses[2].prompt_ids = [1, 2]
+    assert logprobs.PackedHead.rows(responses)[0]["packing"][0] == 1
 
 
 # ------------------------------------------------- log-probs -----------------------------------------------

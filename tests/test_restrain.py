@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from restrain import gaussian_weight, label_weights, restrain_advantages
+from restrain import gaussian_weight, label_weights, restrain_advantages, weighted_labels
 
 
 def close(tensor, expected, tolerance=1e-5):
@@ -33,6 +33,13 @@ def test_gaussian_by_hand(sigma, expected):
     ([5, 1, 2], math.inf, [1 / 3] * 3)])
 def test_label_weights_of_16_votes(counts, sigma, expected):
     assert close(label_weights(counts, 16, sigma), expected)
+
+
+def test_weighted_labels():
+    # n = 4 counts the response without an answer: g(0.5) = 0.606531, g(0.25) = 0.324652
+    assert weighted_labels([7, 4, 7, None]) == pytest.approx({7: 0.651355, 4: 0.348645}, abs=1e-6)
+    assert weighted_labels([7, 4, 4, 7], sigma=0) == {7: 1.0, 4: 0.0}  # a tie: the answer seen first
+    assert weighted_labels([None, None]) == {}
 
 
 @pytest.mark.parametrize("classes, flags, penalty", [

@@ -45,6 +45,33 @@ def test_negative_labels(counts, none, entropies, flags, expected):
 
 
 # ------------------------------------------------ Eq. 9 ---------------------------------------------------
+# Sixteen responses: 8 x answer 0 (H 0.2), 4 x 1 (0.4), 1 x 2 (1.2), 1 x 3 (0.2), 2 x None (0.6).
+# H_bar = (1.6 + 1.6 + 1.2 + 0.2 + 1.2) / 16 = 5.8 / 16 = 0.3625
+# 0: 8/16 = 0.5 >= 0.375 and the lead 4/16 = 0.25 > 0.125: positive.  1: 0.25 is no label.
+# 2: 1/16 = 0.0625 < 0.125 and 1.2 >= 0.3625: negative.               3: 0.0625, but 0.2 < 0.3625: no label.
+CLASSES = classes_of(8, 4, 1, 1, none=2)
+ENTROPIES = [0.2] * 8 + [0.4] * 4 + [1.2, 0.2, 0.6, 0.6]
+
+
+@pytest.mark.parametrize("labels, flags, expected", [
+    # 0: 0.5 - 0.1 (0.2 - 0.3625) = 0.51625                      1: -0.1 (0.4 - 0.3625) = -0.00375
+    # 2: (0.0625 - 0.125) - 0.1 (1.2 - 0.3625) = -0.14625        3: -0.1 (0.2 - 0.3625) = 0.01625
+    (None, {}, [0.51625, -0.00375, -0.14625, 0.01625, -1]),
+    # The paper's silence on responses without an answer, read as Eq. 9 without any of its terms
+    (None, dict(null_reward=0.0), [0.51625, -0.00375, -0.14625, 0.01625, 0]),
+    # Table 3. Hard rewards; no gate: 3, too, is negative; no negatives: 2 has the entropy term only
+    (None, dict(hard=True), [1, 0, -1, 0, -1]),
+    (dict(entropy_gate=False), {}, [0.51625, -0.00375, -0.14625, -0.0625 + 0.01625, -1]),
+    (dict(negatives=False), {}, [0.51625, -0.00375, -0.08375, 0.01625, -1])])
+def test_rewards_of_eq_9_by_hand(labels, flags, expected):
+    if labels is not None:
+        positive, negatives = pseudo_labels(CLASSES, ENTROPIES, **labels)
+        flags = dict(positive=positive, negatives=negatives)
+    zero, one, two, three, none = expected
+    rewards = [zero] * 8 + [one] * 4 + [two, three, none, none]
+    assert scrl_rewards(CLASSES, ENTROPIES, **flags).tolist() == pytest.approx(rewards)
+
+
 def test_rewards_without_a_positive_label():
     # 4 of 16 is no positive label (0.25 < 0.375): nothing but the entropy term,
     # H_bar = (4 * 0.5 + 12 * 0.1) / 16 = 0.2.

@@ -24,12 +24,10 @@ from tqdm import tqdm
 from engine.base import UserError, first_line, now, read_run, script_name, seconds, stable_hash
 from engine.base import write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.process import at_exit
+from engine.process import at_exit, begun
 from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
-# what a folder holds before anything is computed: a run that ended so early may begin there again
-BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -82,7 +80,7 @@ class Log:
         out, wrong = self.path, f"--out is '{self.path}', "
         if self.options["resume"]:
             run = read_run(out)
-        elif out.is_dir() and set(os.listdir(out)) - BEGINNING:
+        elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
             raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
@@ -99,6 +97,8 @@ class Log:
             self.before = run["identity"]
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
+        else:
+            begun.append(out)
         script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -61,12 +62,16 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     try:
         rank, _ = rank_and_ranks()
         main(parse(args_class, toy, smollm2))
-    except torch.OutOfMemoryError as error:
-        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload optimizer, "
-                       "--gradient_checkpointing on, or leave vLLM less with --gpu_memory. --plan shows what "
-                       "takes it; --resume continues from the newest checkpoint.")
-        raise
-    except UserError as error:
+    except (Exception, KeyboardInterrupt) as error:
+        for folder in begun:  # one that holds no more goes, so that the same command works again
+            if folder.is_dir() and not set(os.listdir(folder)) - BEGINNING:
+                shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
+                           "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
+                           "--plan shows what takes it; --resume continues from the newest checkpoint.")
+        if not isinstance(error, UserError):
+            raise
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
@@ -80,6 +85,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
+begun = []  # folders of the runs that this process began, and what is in them before anything is computed
+BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
 
 

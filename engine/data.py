@@ -356,7 +356,7 @@ def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
     outer, _, word = str(path).rpartition(":")
     if not path.exists() and len(outer) > 1 and os.path.exists(outer):
         path, split = Path(outer), word
-    if path.is_dir():
+    if name and path.is_dir():
         source, files = _files_of(path, split, train)
         return source, {str(file): _read_file(file) for file in files}
     if path.exists() and _kind(path) in FILES:

@@ -1,7 +1,7 @@
 """Sampling without vLLM: a transformers model that reads a prompt once for all its samples.
 
-For machines without vLLM, and faster than it for tiny models. tests/test_samplers.py compares its log-probs
-with the trainer's, and its greedy tokens with transformers' own `generate`."""
+For machines without vLLM, and faster than it for tiny models. tests/test_samplers.py and
+tests/test_architectures.py compare its log-probs with the trainer's and with the model's own."""
 
 from __future__ import annotations
 

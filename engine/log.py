@@ -245,6 +245,8 @@ class Log:
         took = now() - self.began
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
+        if no_number := [name for name, value in own.items() if not isinstance(value, int | float)]:
+            raise TypeError(f"the metric {no_number[0]!r} must be a number (of a tensor: .item())")
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
         self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
         self.bar.update(1)

@@ -144,15 +144,16 @@ def compiled_layers_agree(model, head: type, attention: str, device, max_length:
     too. If not, a line says so."""
     def compare() -> None:
         found = []
-        for prepare in (id, compile_layers):
+        for compiled in (False, True):
             copy = smallest_copy(model, max_length).to(device)
             copy.set_attn_implementation(attention)
-            prepare(copy)
+            if compiled:
+                compile_layers(copy)
             values = head_logprobs(head(copy), probe_responses(copy), device)
             values.sum().backward()
-            gradients = [p.grad.flatten() for p in copy.parameters() if p.grad is not None]
-            found.append(torch.cat([values.detach().flatten(), *gradients]))
-        torch.testing.assert_close(*found, rtol=AGREES, atol=AGREES * float(found[0].abs().max()))
+            found.append([values.detach(), *(p.grad for p in copy.parameters() if p.grad is not None)])
+        for own, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, own, rtol=0, atol=AGREES * max(1, float(own.abs().max())))
 
     try:
         on_all_ranks(compare)

@@ -91,6 +91,3 @@ def test_hashed_words_are_the_same_in_every_process_and_need_no_model():
     assert sorted(first.nonzero()[:, 0].tolist()) == [579, 1017]  # CRC-32 modulo 1024
     # counts 1, 1 against 1, 2
     assert first @ second == pytest.approx((1 * 1 + 1 * 2) / (2 * 5) ** 0.5) and not none.any()
-
-
-# ---------------------------------------------------- runs -----------------------------------------------

@@ -93,6 +93,13 @@ def test_answer_diversity_is_of_the_task():
         assert dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)["unique_answers"] == share
 
 
+def test_no_answer_and_no_gold_under_other_keys():
+    problem = Problem("p", "Paris", answer_keys=lambda given: [answer.lower() for answer in given])
+    assert problem.classes([None, "PARIS", "Rome", "paris"]) == [None, 0, 1, 0]
+    assert problem.is_right("pARIS") and not problem.is_right(None)
+    assert not Problem("p", answer_keys=problem.answer_keys).is_right("Paris")
+
+
 # ------------------------------------------- (c) the script's text -----------------------------
 def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
     script, text = tmp_path / "my_idea.py", (ROOT / "ttrl.py").read_text()
@@ -139,7 +146,7 @@ WRONG = [  # what a fork replaces, by what, and the sentence
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),
-     "Object of type Tensor is not JSON serializable"),
+     "the metric 'mine' must be a number"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, reward=5.0),
      "got multiple values for keyword argument 'reward'"),
     (common, "start", tensor_in_state, r"run\.state is .*tensor.*, but must hold what JSON keeps"),

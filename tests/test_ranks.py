@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import ttrl
 from engine.base import Request
 from engine.log import read_metrics
-from engine.ranks import split_requests
+from engine.ranks import gather_shares, share_of_rank, split_requests
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -359,6 +359,24 @@ def test_the_same_run_with_shared_engines(tmp_path, llama):
         for name in expected.keys() - {"clip_fraction", "logp_diff_max", "logp_diff_mean"}:
             assert line[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-3), name
     assert texts(tmp_path / "4-2") == texts(tmp_path / "1-1")
+
+
+@pytest.mark.parametrize("per_engine", [1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+def test_shares_of_engines(count, per_engine, monkeypatch):
+    """Four ranks, one by one: every item once and in order, on all; ranks of an engine share theirs."""
+    sent, received = [], []
+
+    def on_rank(rank, gather):
+        monkeypatch.setattr("engine.ranks.rank_and_ranks", lambda: (rank, 4))
+        monkeypatch.setattr("engine.ranks.all_gather", gather)
+        return gather_shares(share_of_rank(list(range(count)), per_engine), per_engine)
+
+    for rank in range(4):
+        on_rank(rank, lambda part: sent.append(part) or [[]] * 4)
+    received = [on_rank(rank, lambda part: sent) for rank in range(4)]
+    assert received == [list(range(count))] * 4
+    assert [part is None for part in sent] == [rank % per_engine > 0 for rank in range(4)]
 
 
 @pytest.mark.parametrize("engines, prompts, n, expected", [

@@ -45,6 +45,3 @@ def test_answer_classes_by_hand():
     assert answer_classes(Problem("p", "0.5"), given) == [0, 1, None, 1, 0, 2]
     assert answer_classes(Problem("p", "0.5"), given, "gold") == [None, 0, None, 0, None, None]
     assert answer_classes(Problem("p", "8"), given, "gold") == [None] * 6
-
-
-# ------------------------------------------------ the script ----------------------------------------------

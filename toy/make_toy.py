@@ -10,7 +10,7 @@ It has three faults, from which reinforcement learning without labels has someth
     nearly always wrong; and no other first word is as frequent, so greedy decoding nearly always takes it.
   - slips: it is small and undertrained. Wrong answers scatter, right ones agree, and a vote repairs them.
   - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" ->
-    +5), how often depends on the phrase and on the object. Where it is often, the majority is wrong.
+    +5), how often depends on the phrase and on the object. Where it is frequent, the majority is wrong.
 """
 import json
 import math
@@ -319,7 +319,8 @@ def draw_problems(rng, n, n_ops, least=0.0, most=1.0):
 
 
 def unselected(kind, n):
-    "problems as chance gives them, but slips: no phrase is often misread, errors scatter; traps: one is"
+    """n problems as chance gives them. plain: 2 or 3 operations; hard: 4; slips: no phrase is often misread,
+    so errors scatter; traps: one is."""
     rng = random.Random(f"claims {kind} 1")
     n_ops = {"hard": lambda: 4}.get(kind, lambda: rng.choice([2, 3]))
     bounds = {"slips": dict(most=0.02), "traps": dict(least=0.45)}
@@ -350,4 +351,6 @@ def main(out):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

@@ -534,14 +534,15 @@ RANKS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".sp
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "all", "git"])
 def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
     """An empty variable counts as unset; of git, no program or one that must not be executed."""
-    for variable in RANKS:  # all, since a run alone in bfloat16 sets them
-        monkeypatch.delenv(variable, raising=False)
-        if name in ("all", variable):
-            monkeypatch.setenv(variable, "")
     if name == "git":
         (tmp_path / "git").write_text("")
         monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, errors = launch(out=tmp_path / "run", dtype="bfloat16", **TINY | dict(steps=1))
+    with mock.patch.dict(os.environ):  # a run alone in bfloat16 sets them all
+        for variable in RANKS:
+            os.environ.pop(variable, None)
+            if name in ("all", variable):
+                os.environ[variable] = ""
+        code, _, errors = launch(out=tmp_path / "run", dtype="bfloat16", **TINY | dict(steps=1))
     dist.is_initialized() and dist.destroy_process_group()
     assert code == 0, errors
     assert bool(json.loads((tmp_path / "run/run.json").read_text())["git"]) == (name != "git")

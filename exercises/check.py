@@ -40,7 +40,7 @@ def floats(d, n: int, scale: float = 1.0, least: int = -20) -> torch.Tensor:
 VOTES = [6, 3, 3, 2, 1, 1], [7, 5, 2, 1, 1], [7, 7, 1, 1], [8], [5, 4, 3, 3, 1], [2, 1], [4, 4, 4, 2, 1, 1]
 INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the arguments, a dict: by name)
     1: [("Whoever agrees with the most frequent answer gets 1, all others 0, in a float tensor [N].",
-         lambda d: [votes(d, d.randint(1, 5), few=4)]),
+         lambda d: [votes(d, d.randint(2, 5), few=d.choice([1, 4]))]),
         ("None is no answer: it does not vote, and its reward is 0. Perhaps nobody has answered.",
          lambda d: [votes(d, *d.choice([[], [1], [3]]), none=6) + [None]]),
         ("A tie: of equals the class seen first wins.", lambda d: [votes(d, 2, 2, few=2, none=2)])],

@@ -20,7 +20,9 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
+from engine.base import Request, UserError, all_gather as all_gather, gather_shares, print0, rank_and_ranks
+from engine.base import share_of_rank, split_requests, stable_hash, stop_texts, timed
+from engine.base import timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
 from engine.checkpoint import restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
@@ -30,8 +32,6 @@ from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNeg
 from engine.options import Positive, PositiveShare, Share, options_dict
 from engine.policy import check_batch
 from engine.process import StopSignal, launch as launch, start_processes
-from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
-from engine.ranks import split_requests
 
 
 # ------------------------------------------------ problems and responses ------------------------------------

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, first_line, write_atomically
+from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, on_rank_0, print0
+from engine.base import rank_and_ranks, write_atomically
 from engine.log import read_jsonl
-from engine.ranks import all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
 
 
 def complete(run_folder: Path) -> list[Path]:

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, first_line, now, read_run, script_name, seconds, stable_hash
-from engine.base import write_atomically
+from engine.base import UserError, all_gather, distributed, first_line, now, on_rank_0, print0, rank_and_ranks
+from engine.base import read_run, same_on_all_ranks, script_name, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.process import at_exit, begun
-from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run

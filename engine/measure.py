@@ -12,9 +12,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 
-from engine.base import Request, UserError, first_line
+from engine.base import Request, UserError, first_line, on_all_ranks, on_rank_0, print0
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead, packed_attention
-from engine.ranks import on_all_ranks, on_rank_0, print0
 
 AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
 NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 
-from engine.base import UserError, read_run, script_name
+from engine.base import UserError, print0, read_run, script_name
 from engine.builtin import SMOLLM2, TOY
-from engine.ranks import print0
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]

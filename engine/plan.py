@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line
+from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
 from engine.options import uses_vllm
-from engine.ranks import from_torchrun, print0, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else one sequence at a time

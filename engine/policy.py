@@ -14,11 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from engine.base import timed
+from engine.base import all_gather, distributed, on_rank_0, rank_and_ranks, timed
 from engine.logprobs import PackedHead
 from engine.measure import compile_layers, compiled_layers_agree, decoder_layers, fastest_exact_implementation
 from engine.models import PACKED
-from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError
+from engine.base import UserError, all_gather, distributed, from_torchrun, rank_and_ranks
 from engine.builtin import SMOLLM2, TOY
 from engine.options import parse
-from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks
 
 
 def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,

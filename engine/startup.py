@@ -11,7 +11,7 @@ from importlib import util
 
 import torch
 
-from engine.base import UserError, stable_hash
+from engine.base import UserError, print0, rank_and_ranks, stable_hash
 from engine.data import Row, read_rows
 from engine.hf_sampler import HFSampler
 from engine.log import Log
@@ -20,7 +20,6 @@ from engine.models import load_model, weights_digest
 from engine.options import has_vllm, out_of_range, uses_vllm
 from engine.policy import Policy
 from engine.process import StopSignal
-from engine.ranks import print0, rank_and_ranks
 from engine.vllm_sampler import VLLMSampler
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engine.base import Request, Sample, stop_texts, timed
-from engine.measure import fastest_that_agrees, probe_responses, sample_probe
+from engine.logprobs import fastest_that_agrees, probe_responses, sample_probe
 from engine.models import load_model
 
 CACHE = 2 ** 30  # bytes of keys and values that are kept at a time

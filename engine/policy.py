@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface
 
-from engine.base import all_gather, distributed, on_rank_0, rank_and_ranks, timed
-from engine.logprobs import PackedHead
-from engine.measure import compile_layers, compiled_layers_agree, decoder_layers, fastest_exact_implementation
+from engine.base import UserError, all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
+from engine.base import timed
+from engine.logprobs import AGREES, PackedHead, fastest_exact_implementation, head_logprobs, packed_attention
+from engine.logprobs import probe_responses, smallest_copy
 from engine.models import PACKED
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -248,6 +250,44 @@ class Policy:
             file.chmod((partial / "config.json").stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+
+
+# -------------------------------------------------- compiled layers -----------------------------------------
+def decoder_layers(model) -> list:
+    """The modules that transformers keeps whole on a device."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+
+
+def compile_layers(model) -> None:
+    """Fuse norms, rotary embedding, SwiGLU and residuals. Attention, packed differently in each micro-batch,
+    stays as it is; recomputation and FSDP stay outside."""
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def compiled_layers_agree(model, head: type, attention: str, device, max_length: int = 0) -> bool:
+    """Whether a small copy has, on every rank's device, its own log-probs and gradients with compiled layers,
+    too. If not, a line says so."""
+    def compare() -> None:
+        found = []
+        for compiled in (False, True):
+            copy = smallest_copy(model, max_length).to(device)
+            copy.set_attn_implementation(attention)
+            if compiled:
+                compile_layers(copy)
+            values = head_logprobs(head(copy), probe_responses(copy), device)
+            values.sum().backward()
+            found.append([values.detach(), *(p.grad for p in copy.parameters() if p.grad is not None)])
+        for own, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, own, rtol=0, atol=AGREES * max(1, float(own.abs().max())))
+
+    try:
+        on_all_ranks(compare)
+    except UserError as error:  # no C compiler, for one
+        print0(f"Warning: --compile is left out, since compiled layers fail a test: {error}")
+        return False
+    return True
 
 
 # ------------------------------------------------ what ranks must share -------------------------------------

@@ -15,12 +15,11 @@ from engine.base import UserError, print0, rank_and_ranks, stable_hash
 from engine.data import Row, read_rows
 from engine.hf_sampler import HFSampler
 from engine.log import Log
-from engine.measure import check_vllm
 from engine.models import load_model, weights_digest
 from engine.options import has_vllm, out_of_range, uses_vllm
 from engine.policy import Policy
 from engine.process import StopSignal
-from engine.vllm_sampler import VLLMSampler
+from engine.vllm_sampler import VLLMSampler, check_vllm
 
 
 # ----------------------------------------------------- options ----------------------------------------------

@@ -12,7 +12,8 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, stop_texts, timed
+from engine.base import Request, Sample, UserError, on_all_ranks, on_rank_0, stop_texts, timed
+from engine.logprobs import eager_logprobs, probe_responses, sample_probe
 from engine.models import load_model
 
 
@@ -150,3 +151,28 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
             module.quant_method.process_weights_after_loading(module)
     unpacked = {name for name, module in experts.items() if module.quant_method.moe_kernel is None}
     return {name for name, _ in model.named_parameters()} - taken | unpacked
+
+
+def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None:
+    """Let vLLM sample a few tokens and compare its log-probs with the policy's, whose weights it takes first,
+    or with the model's own. Raises UserError if vLLM fails, or if they differ as `check_sampler` forbids.
+
+    exact: they are float32, of which none may differ by more than allowed."""
+    requests = [Request(r.prompt_ids, 1, i, 8) for i, r in enumerate(probe_responses(model))]
+    end = f"--model, which is of the type {model.config.model_type}; give --sampler hf"
+
+    def sample() -> tuple[list, torch.Tensor]:
+        if policy:
+            sampler.sleep()
+            sampler.load(policy.named_tensors())
+        return sample_probe(sampler, requests)
+
+    responses, logprobs = on_all_ranks(sample, lambda error: f"vLLM does not run {end}. It says: {error}")[0]
+    if policy:
+        expected = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
+    else:
+        expected = on_rank_0(lambda: eager_logprobs(model, responses))[0]
+    difference = (logprobs - expected).abs()
+    largest = float(difference.max())
+    if not largest <= (allowed if exact else torch.inf) or difference.mean() > 0.5:  # NaN, too
+        raise UserError(f"vLLM computes log-probs up to {largest:.2g} off those of transformers for {end}.")

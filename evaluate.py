@@ -28,7 +28,7 @@ from engine.base import UserError, print0, rank_and_ranks, read_run, write_atomi
 from engine.builtin import SMOLLM2
 from engine.metrics import few_answers, mean, summary
 from engine.options import Shared, make_args, out_of_range
-from engine.vllm_sampler import VLLMSampler, check_vllm
+from engine.samplers import VLLMSampler, check_vllm
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")

@@ -37,11 +37,8 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, memory: dict, device, identity: dict):
-        """options: all, by name. memory: what plan.py chose. identity: startup.digests'.
-
-        Raises UserError if the folder cannot be used, or if the ranks have other options."""
-        same_on_all_ranks({f"--{name}": value for name, value in (options | memory).items()})
+    def __init__(self, options: dict, device, identity: dict):
+        """options: all, by name. identity: data.digests'. Raises UserError if the folder cannot be used."""
         self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
         self.board, self.bad_steps, self.warned = None, 0, False
         self.identity, self.before, self.record = {}, {}, {}

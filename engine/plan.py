@@ -236,11 +236,11 @@ def show(args, config) -> None:
     sys.exit(1 if plan.misfit() else 0)
 
 
-def choose_memory_settings(args, config, device) -> dict:
+def choose_memory_settings(args, config, cuda: bool) -> dict:
     """Choose Policy's micro_tokens and gradient_checkpointing for a run here, where --micro_tokens is 0 or
     --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
-    if device.type == "cuda":
+    if cuda:
         entries = [name for name, value in config.get_text_config().to_dict().items() if value]
         if uses_vllm(args.machine) and any(re.search(UNTRIED, name) for name in entries):
             raise UserError(f"--model is of the type {config.model_type}, with experts or latent attention, "
@@ -255,5 +255,5 @@ def choose_memory_settings(args, config, device) -> dict:
             misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
             for warning in filter(None, [misfit, plan.parallel_advice(), *plan.shortages()]):
                 print0(f"Warning: {warning}")
-    on = recompute == "on" or recompute == "auto" and device.type == "cuda"
+    on = recompute == "on" or recompute == "auto" and cuda
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

@@ -17,12 +17,11 @@ from transformers.masking_utils import AttentionMaskInterface
 import ttrl
 from engine import logprobs, plan
 from engine.base import Request, Sample, UserError
-from engine.hf_sampler import HFSampler
 from engine.log import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import load_model, read_config
 from engine.options import make_args
-from engine.vllm_sampler import check_vllm
+from engine.samplers import HFSampler, check_vllm
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())
@@ -229,6 +228,6 @@ def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder
     config = read_config(str(folder_of(kind)), 64, 64)
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
         plan.show(make_args(ttrl.Args, options | dict(plan=True)), config)
-    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, torch.device("cuda"))
+    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, True)
     assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
     assert f"Warning: --model is of the type {kind}, of which --plan does not know" in capsys.readouterr().out

@@ -553,7 +553,7 @@ def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
     ("wandb.init", ConnectionError("no network"), "does not start: ConnectionError no network."),
     ("torch.utils.tensorboard.SummaryWriter", OSError(28, "No space left on device"),
      "does not start: OSError [Errno 28] No space left on device."),
-    ("engine.startup.load_model", UserError("bad weights."), "bad weights."),
+    ("engine.policy.load_model", UserError("bad weights."), "bad weights."),
     ("common.sample", RuntimeError("a bug"), None), ("common.sample", KeyboardInterrupt(), None)])
 def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch, place, error, words):
     """So the same command works, or fails, again. Curves are opened before weights are read."""
@@ -561,8 +561,8 @@ def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path, launch, monkeypatch
     monkeypatch.setattr("engine.log.at_exit", [])
     flags = TINY | dict(steps=1, wandb=True, out=tmp_path / "run")
     with monkeypatch.context() as patch:
-        if words and place != "engine.startup.load_model":
-            patch.setattr("engine.startup.load_model", None)
+        if words and place != "engine.policy.load_model":
+            patch.setattr("engine.policy.load_model", None)
         patch.setattr(place, mock.Mock(side_effect=error))
         if words:
             code, _, errors = launch(**flags)

@@ -16,12 +16,11 @@ from transformers import AutoTokenizer
 
 import common
 import ttrl
-from engine import builtin, hf_sampler, vllm_sampler
+from engine import builtin, samplers
 from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
-from engine.hf_sampler import HFSampler, draw, uniform_numbers
 from engine.options import Machine, has_vllm
-from engine.vllm_sampler import VLLMSampler
+from engine.samplers import HFSampler, VLLMSampler, draw, uniform_numbers
 
 CPU = torch.device("cpu")
 TOY = builtin.TOY_MODEL
@@ -103,7 +102,7 @@ def test_responses_whose_keys_and_values_do_not_fit_together_are_the_same(monkey
     """They are sampled in turns, here one at a time."""
     hf = HFSampler(TOY, STOP, CPU, torch.float32)
     expected = ids(hf.generate(requests(n=2), 1.0))
-    monkeypatch.setattr(hf_sampler, "CACHE", 1)
+    monkeypatch.setattr(samplers, "CACHE", 1)
     assert ids(hf.generate(requests(n=2), 1.0)) == expected
 
 
@@ -197,7 +196,7 @@ def test_two_samples_draw_the_same_numbers():
 
 def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     """A whole run goes well; one whose second step's weights do not reach the sampler ends there."""
-    monkeypatch.setattr("engine.startup.VLLMSampler", lambda *arguments, **options: sampler)
+    monkeypatch.setattr("engine.samplers.VLLMSampler", lambda *arguments, **options: sampler)
     flags = dict(sampler="vllm", lr=1e-3)
     lines = run_toy(ttrl, tmp_path / "run", **flags)
     assert len(lines) == 2 and max(line["logp_diff_max"] for line in lines) < 1e-4
@@ -264,7 +263,7 @@ def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):
     engine.load([])
     assert llm.method_calls == [
         mock.call.wake_up(tags=["weights"]),
-        mock.call.collective_rpc(vllm_sampler._load_into_worker, args=(mock.ANY,)),
+        mock.call.collective_rpc(samplers._load_into_worker, args=(mock.ANY,)),
         mock.call.reset_prefix_cache(),
         mock.call.wake_up(tags=["kv_cache"]),
     ]

@@ -90,16 +90,16 @@ class Machine(Shared):
     wandb: bool = False
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
 
+    @property
+    def uses_vllm(self) -> bool:
+        """What --sampler means here. A plan may be of another machine, so it does not look."""
+        auto = self.sampler == "auto" and not self.plain
+        return self.sampler == "vllm" or auto and (self.plan or has_vllm())
+
 
 def has_vllm() -> bool:
     """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
     return util.find_spec("vllm") is not None
-
-
-def uses_vllm(machine: Machine) -> bool:
-    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
-    auto = machine.sampler == "auto" and not machine.plain
-    return machine.sampler == "vllm" or auto and (machine.plan or has_vllm())
 
 
 def options_dict(args) -> dict:
@@ -135,7 +135,7 @@ def bad_flags(args) -> list[str]:
         return bad
     machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
     responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
-    sequences, vllm, here = args.prompts_per_batch * args.train_samples, uses_vllm(machine), not machine.plan
+    sequences, vllm, here = args.prompts_per_batch * args.train_samples, machine.uses_vllm, not machine.plan
     cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
     cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"

@@ -21,15 +21,14 @@ from engine.base import Request, Sample, UserError, on_all_ranks, on_rank_0, pri
 from engine.base import stop_texts, timed
 from engine.logprobs import eager_logprobs, fastest_that_agrees, probe_responses, sample_probe
 from engine.models import load_model
-from engine.options import uses_vllm
 
 
 def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: list[int], seed: int,
                  policy=None) -> HFSampler | VLLMSampler:
     """The sampler. policy: whose weights it will get; None: it samples with those of the path."""
-    print0(f"{path}: {'vllm' if uses_vllm(machine) else 'hf'} sampler, {str(dtype)[6:]} compute, "
+    print0(f"{path}: {'vllm' if machine.uses_vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
            f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
-    if uses_vllm(machine):
+    if machine.uses_vllm:
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
         if policy:

@@ -167,7 +167,7 @@ def test_a_run_is_planned_for_the_gpu_it_has_and_warned(monkeypatch, capsys):
     config = config_of("Qwen2.5-Math-7B")
     monkeypatch.setattr(planning.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Gpu)
-    monkeypatch.setattr(planning, "uses_vllm", lambda args: True)
+    monkeypatch.setattr("engine.options.has_vllm", lambda: True)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e15))
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = make_args(ttrl.Args, dict(tensor_parallel=4))

@@ -23,7 +23,7 @@ from equations import (
 
 import common
 from engine.base import UserError, stable_hash
-from engine.options import Machine, uses_vllm
+from engine.options import Machine
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -507,7 +507,7 @@ def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch, c
 def test_sampler(vllm_imports, flags, expected, monkeypatch):
     """auto: vLLM if it imports, else transformers. With it: test_samplers.py."""
     monkeypatch.setattr("engine.options.has_vllm", lambda: vllm_imports)
-    assert uses_vllm(Machine(**flags)) == expected
+    assert Machine(**flags).uses_vllm == expected
 
 
 EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)

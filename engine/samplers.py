@@ -108,12 +108,13 @@ class VLLMSampler:
         except ImportError:  # a broken install is no matter of the model
             raise
         except Exception as error:
-            # its errors seldom name the environment variable at fault
+            # its errors name our flag otherwise, and seldom the environment variable at fault
+            text = " ".join(str(error).replace("gpu_memory_utilization", "--gpu_memory").split())
             own = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
             given = [f"; {name} is '{value}'" for name, value in own.items() if VARIABLES.get(name) != value]
             raise UserError(f"vLLM does not start with --model, which is of the type "
                             f"{self.model.config.model_type}; give --sampler hf. It says: "
-                            f"{' '.join(str(error).split())[:200]}{''.join(given)}") from None
+                            f"{text[:200]}{''.join(given)}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too

@@ -222,10 +222,10 @@ def constructor(monkeypatch):
 @pytest.mark.parametrize("name, value", [
     ("VLLM_CPU_KVCACHE_SPACE", "much"), ("VLLM_PORT", "http"), ("VLLM_CPU_OMP_THREADS_BIND", "nobody")])
 def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value):
-    """vLLM complains, but does not always name it. The first one is read here, too."""
-    constructor.side_effect = ValueError("invalid literal for int()")
+    """vLLM complains, but does not always name it, nor our flags. The first one is read here, too."""
+    constructor.side_effect = ValueError("Try increasing `gpu_memory_utilization`")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^vLLM does not start with --model.*; {name} is '{value}'"):
+    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv.*); {name} is '{value}'"):
         gpu_sampler("cpu")
 
 

@@ -200,6 +200,14 @@ def packed_attention(module, query, key, value, attention_mask, packing=None, sc
 AttentionInterface.register("packed", packed_attention)
 
 
+def head_logprobs(head, responses: list, device="cpu", temperature: float = 1.0, statistics=()):
+    """What this head computes of the responses' tokens: log-probs, entropies, statistics, [T] each."""
+    inputs, predict_from = head.rows(responses)
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+    targets = torch.tensor([token for r in responses for token in r.response_ids], device=device)
+    return head(inputs, predict_from.to(device), targets, temperature, statistics)
+
+
 # ------------------------------------- are they the model's own? --------------------------------------------
 # A few tokens are computed by a small random copy of the model, one sequence at a time, with transformers'
 # plain ("eager") attention and no cache, and then each faster way, until one agrees. So no list of
@@ -280,20 +288,12 @@ def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
             torch.cat([sample.logprobs for _, sample in pairs]))
 
 
-def head_logprobs(head, responses: list, device="cpu") -> torch.Tensor:
-    """[2, T] log-probs and entropies of the responses' tokens, as this head computes them together."""
-    inputs, predict_from = head.rows(responses)
-    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
-    targets = torch.tensor([token for r in responses for token in r.response_ids], device=device)
-    return torch.stack(head(inputs, predict_from.to(device), targets, 1.0))
-
-
 @torch.no_grad()
 def eager_logprobs(model, responses: list) -> torch.Tensor:
     """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
     model.set_attn_implementation("eager")
     head = PlainHead(model)
-    own = torch.cat([head_logprobs(head, [r]) for r in responses], 1)
+    own = torch.cat([torch.stack(head_logprobs(head, [r])) for r in responses], 1)
     if not own.isfinite().all():
         raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
     return own
@@ -309,7 +309,7 @@ def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: i
     @torch.no_grad()
     def probe(copy, head: type) -> tuple[list, torch.Tensor]:
         responses = probe_responses(copy)
-        return responses, head_logprobs(head(copy), responses)
+        return responses, torch.stack(head_logprobs(head(copy), responses))
 
     return fastest_that_agrees(model, "the trainer", ways, probe, max_length=max_length)
 

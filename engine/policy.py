@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 
 from engine.base import UserError, all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
@@ -163,10 +162,7 @@ class Policy:
 
         The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the
         mask is 0. Statistics follow, see `score`."""
-        inputs, predict_from = self.head.rows(micro.responses)
-        inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
-        targets = torch.tensor([t for r in micro.responses for t in r.response_ids], device=self.device)
-        logp_T, *others = self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
+        logp_T, *others = head_logprobs(self.head, micro.responses, self.device, temperature, statistics)
         # Tokens with mask 0 were not sampled: exp(log-prob - 0) could be inf, and inf * 0 in the loss is NaN.
         return logp_T.masked_fill(micro.mask_T == 0, 0.0), *others
 
@@ -292,7 +288,7 @@ def compiled_layers_agree(model, head: type, attention: str, device, max_length:
             copy.set_attn_implementation(attention)
             if compiled:
                 compile_layers(copy)
-            values = head_logprobs(head(copy), probe_responses(copy), device)
+            values = torch.stack(head_logprobs(head(copy), probe_responses(copy), device))
             values.sum().backward()
             found.append([values.detach(), *(p.grad for p in copy.parameters() if p.grad is not None)])
         for own, other in zip(*found, strict=True):

@@ -478,11 +478,9 @@ BAD_MODELS = {
     "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
     "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
 }
-for name in ("score.weight", "v_head.summary.weight", "model.layers.9.mlp.up_proj.weight", "lora_A.weight",
-             "model.layers.0.self_attn.q_norm.weight", "classifier.out_proj.bias"):
+for name in ("score.weight", "classifier.out_proj.bias"):
     BAD_MODELS[name] = (WEIGHTS, extra(name), f"does not use 1 of its weights, among them {name};")
-for name in ("Qwen2ForSequenceClassification", "Qwen2ForTokenClassification", "LlamaForRewardModel",
-             "AutoModelForCausalLMWithValueHead", "GPT2DoubleHeadsModel", "BertForMaskedLM"):
+for name in ("LlamaForRewardModel", "AutoModelForCausalLMWithValueHead", "GPT2DoubleHeadsModel"):
     BAD_MODELS[name] = (CONFIG, dict(architectures=[name]), f"a {name} by its config.json, but must be")
 
 

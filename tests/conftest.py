@@ -55,20 +55,15 @@ def patched() -> Path:
 
 
 def load_script(name: str):
-    """A script's module; a fork's is ttrl.py with examples/NAME.diff."""
-    path = patched() / f"{name}.py"
+    """A script's module; a fork's is ttrl.py with examples/NAME.diff, as make writes it."""
+    path, diff = patched() / f"{name}.py", ROOT / f"examples/{name}.diff"
     if name in EXAMPLES and not path.exists():
-        patch(name, ROOT / "ttrl.py", path)
+        command = ["patch", "-F0", "-o", path, ROOT / "ttrl.py", diff]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            path.unlink()
+            pytest.fail(f"{diff} no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
     return importlib.import_module(name)
-
-
-def patch(name: str, base: Path, path: Path) -> None:
-    """Write base with examples/NAME.diff to path, as make does. Fails with the hunk that does not fit."""
-    diff = ROOT / "examples" / f"{name}.diff"
-    done = subprocess.run(["patch", "-F0", "-o", path, base, diff], capture_output=True, text=True)
-    if done.returncode:
-        path.unlink()
-        pytest.fail(f"examples/{name}.diff no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
 
 
 # ------------------------------------------------- toy runs ------------------------------------------------

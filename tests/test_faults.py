@@ -40,7 +40,6 @@ from engine.process import StopSignal, leave
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
              eval_every=3, eval_samples=1, eval_greedy=False)
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
-TINY_TOY = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)  # with --model
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -488,7 +487,8 @@ for name in ("LlamaForRewardModel", "AutoModelForCausalLMWithValueHead", "GPT2Do
 def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
     file, change, words = BAD_MODELS[fault]
     model = copy_of_the_toy(tmp_path / "model", file, change)
-    code, _, errors = launch(model=model, out=tmp_path / "run", **TINY_TOY)
+    flags = TINY | dict(dataset="toy", sampler="hf", max_prompt_tokens=128)
+    code, _, errors = launch(model=model, out=tmp_path / "run", **flags)
     assert code == 2 and "Traceback" not in errors
     assert words in errors[errors.index("Error: "):]
 

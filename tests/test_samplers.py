@@ -55,18 +55,18 @@ def flat(groups):
     return list(itertools.chain.from_iterable(groups))
 
 
-def error(policy, groups, prompts=PROMPTS):
+def error(policy, groups):
     """Error of the sampler's log-probs at temperature 0.8, relative to the policy's."""
-    responses = rollouts(groups, prompts)
+    responses = rollouts(groups)
     policy.score_old(responses, 0.8)
     sampled = torch.cat([r.sampler_logp for r in responses])
     return relative_error(sampled, torch.cat([r.old_logp for r in responses]))
 
 
-def rollouts(groups, prompts=PROMPTS) -> list[common.Rollout]:
-    """The samples for these prompts as responses."""
+def rollouts(groups) -> list[common.Rollout]:
+    """The samples for PROMPTS as responses."""
     found = []
-    for prompt, group in zip(prompts, groups):
+    for prompt, group in zip(PROMPTS, groups):
         found += [common.Rollout(prompt, *sample) for sample in group]
     return found
 

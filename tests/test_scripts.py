@@ -234,10 +234,6 @@ def advantages(seen) -> list[float]:
     return [response.advantage for response in seen.updates[0].train]
 
 
-def group_of(seen, problem: int):
-    return next(group for group in seen.groups if group.prompt.id == problem)
-
-
 # Every script's: the votes of conftest, five problems, one step of two minibatches
 @effect("ttrl", seed=2)
 def another_seed_draws_others(base, run):
@@ -349,7 +345,7 @@ def forks_are_right(seen) -> None:
                 assert stem_ids == trunk.prompt_ids + trunk.response_ids[:t]
                 assert limit == args.max_new_tokens - t
                 grafted[m, t] = [(trunk.response_ids[:t] + b.response_ids, b.finished) for b in grown]
-        leaves = group_of(seen, prompt.id).responses
+        leaves = next(voted.responses for voted in seen.groups if voted.prompt is prompt)
         assert leaves[:args.trunks] == group and all(leaf.prompt_ids == prompt.prompt_ids for leaf in leaves)
         decode = seen.run.tokenizer.decode
         assert all(leaf.text == decode(leaf.response_ids, skip_special_tokens=True) for leaf in leaves)

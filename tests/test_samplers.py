@@ -31,8 +31,8 @@ PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 
 
-def requests(prompts=PROMPTS, n=4, seed=1, limit=64):
-    return [Request(prompt, n, stable_hash(seed, "test", i), limit) for i, prompt in enumerate(prompts)]
+def requests(n=4, seed=1):
+    return [Request(prompt, n, stable_hash(seed, "test", i), 64) for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm"])

@@ -5,18 +5,18 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, make_policy, random_rollouts, tiny_model
+from conftest import ROOT, make_policy, random_rollouts, spy, tiny_model
 from equations import log_softmax_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
 import ttrl
 from engine import logprobs, plan
-from engine.base import Request, Sample, UserError
+from engine.base import Request, UserError
 from engine.log import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import load_model, read_config
@@ -166,16 +166,13 @@ def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, mo
 # ----------------------------------------------------- vLLM -----------------------------------------------
 def engine(folder, off=0.0, error=None):
     """Stands for vLLM: samples with transformers, but with weights that are off, or not at all."""
-    def generate(requests, temperature):
-        if error:
-            raise error
-        groups = hf.generate(requests, temperature)
+    def shift(groups, requests, temperature):
         for group in groups:
-            group[:] = [Sample(s.response_ids, s.logprobs + off, s.finished) for s in group]
-        return groups
+            group[:] = [sample._replace(logprobs=sample.logprobs + off) for sample in group]
 
     hf = HFSampler(str(folder), [2], CPU, torch.float32)
-    return SimpleNamespace(sleep=lambda: None, load=hf.load, generate=generate)
+    spy(hf, "generate", before=mock.Mock(side_effect=error), after=shift)
+    return hf
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -18,6 +18,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -548,7 +549,7 @@ def test_a_run_needs_neither_ranks_nor_git(tmp_path, launch, monkeypatch, name):
 @pytest.fixture
 def wandb(monkeypatch):
     """Stands for Weights & Biases."""
-    monkeypatch.setitem(sys.modules, "wandb", mock.Mock())
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=mock.Mock(), finish=mock.Mock()))
     yield sys.modules["wandb"]
     process.at_exit.clear()
 

@@ -175,17 +175,6 @@ def test_a_folders_splits_are_chosen_by_name_and_shown(files, split, trained, ev
             assert all((name in printed) != name.endswith(hidden) for name in files)
 
 
-def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
-    write(tmp_path / "a.jsonl", [dict(problem="p", answer=None), dict(problem="q", answer=3, level=1)])
-    write(tmp_path / "b.parquet", [dict(problem="r", answer="x")])
-    write(tmp_path / "c.csv", [dict(problem="s", answer="007"), dict(problem="t", answer="N/A")])
-    expected = [("p", None), ("q", "3"), ("r", "x"), ("s", "007"), ("t", None)]
-    assert questions_and_answers(tmp_path) == expected
-    write(tmp_path / "d.json", [dict(question="u")])
-    with pytest.raises(UserError, match="d.json, row 1 has no column 'problem'|a.jsonl, row 1 has no column"):
-        load_problems(str(tmp_path))
-
-
 # ------------------------------------------------ columns ------------------------------------------------
 USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
 EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]

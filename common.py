@@ -15,23 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine import plan, startup  # first: engine sets what torch reads when it is loaded
+from engine import data, plan, samplers  # first: engine sets what torch reads when it is loaded
 import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
+from engine.base import Request, UserError, all_gather as all_gather, print0, rank_and_ranks, split_requests
+from engine.base import gather_shares, share_of_rank, stable_hash, stop_texts, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
-from engine.checkpoint import restore as restore, save_when_due as save_when_due, steps_done
+from engine.checkpoint import Run, restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
 from engine.models import model_folder, read_config, read_tokenizer
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
-from engine.options import Positive, PositiveShare, Share, options_dict
-from engine.policy import check_batch
+from engine.options import Positive, PositiveShare, Share, bad_flags, options_dict
+from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, launch as launch, start_processes
-from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
-from engine.ranks import split_requests
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -159,7 +158,7 @@ class Args:
 
     def errors(self) -> list[str]:
         """One sentence per bad flag (flag, value, what is allowed), all found before anything is loaded."""
-        return startup.errors(self)
+        return bad_flags(self)
 
     def responses_per_prompt(self) -> int:
         """Number of responses that vote on a prompt; --train_samples of them are trained on."""
@@ -174,38 +173,40 @@ class Args:
         return []
 
 
-def start(args: Args, train: bool = True,
+def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the same on all ranks
           answer_keys: Callable | None = None,  # another equality of answers: see Problem
           read_answer: Callable | None = None,  # (text, problem) -> the answer in a response, or None
           generate: Callable | None = None,     # (run, work, temperature, **options), as common.generate
-          adapt: Callable | None = None) -> startup.Run:  # (policy), before sharding: examples/lora.diff
-    """Refuse bad flags, model and data, then load weights. train: False to evaluate. The four others are a
-    fork's hooks, the same on all ranks."""
+          adapt: Callable | None = None) -> Run:  # (policy), before sharding: examples/lora.diff
+    """Refuse bad flags, model and data, then load weights. train: False to evaluate."""
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
     machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     if machine.plan:
         plan.show(args, config)  # and exit
+    memory = plan.choose_memory_settings(args, config, torch.cuda.is_available()) if train else {}
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
-    sets, benchmarks = startup.read_data(args, tokenizer, train), {}
+    sets, benchmarks = data.read_data(args, tokenizer, train), {}
     if machine.show_prompt:
-        startup.print_prompts(tokenizer, sets, args.own_prompts(tokenizer))  # and exit
+        data.print_prompts(tokenizer, sets, args.own_prompts(tokenizer))  # and exit
     for name, rows in sets.items():
         benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in rows]
     problems = benchmarks.pop("--dataset")
-    total_steps = startup.count_steps(args, problems, tokenizer) if train else 0
-    device, dtype = start_processes(args.seed, machine.dtype, train, small=args.model in ("", "toy"))
-    memory = plan.choose_memory_settings(args, config, device) if train else {}
-    log = Log(options_dict(args), memory, device, startup.digests(sets, stop_ids))
+    total_steps = data.count_steps(args, problems, tokenizer) if train else 0
+    identity, options = data.digests(sets, stop_ids), options_dict(args)
+    device, dtype = start_processes(options | memory, train, small=args.model in ("", "toy"))
+    log = Log(options, device, identity)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
+    policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
     if train:
         log.open_boards(done)  # before weights are read, since it may fail
-    models = path, device, dtype, machine, args.max_prompt_tokens + args.max_new_tokens
-    policies = startup.load_policies(*models, log, train, args.kl_coef > 0, adapt, **memory)
-    sampler = startup.load_sampler(*models, stop_ids, args.seed, policies[0])
-    return startup.Run(args, tokenizer, problems, benchmarks, total_steps, *policies, sampler, log,
-                       StopSignal(log.path, done), device, dtype, answer_keys, read_answer, generate)
+        policy, reference, weights = load_policies(path, device, dtype, machine, length, args.kl_coef > 0,
+                                                   adapt, **memory)
+        log.identify({"the weights of --model": weights})
+    sampler = samplers.load_sampler(path, device, dtype, machine, length, stop_ids, args.seed, policy)
+    return Run(args, tokenizer, problems, benchmarks, total_steps, policy, reference, sampler, log,
+               StopSignal(log.path, done), device, dtype, answer_keys, read_answer, generate)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------
@@ -219,7 +220,7 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
 
 
 @timed("sample")
-def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
+def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
            stop: list[str] = ()) -> list[list[Rollout]]:
     """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
 
@@ -244,7 +245,7 @@ def sample(run: startup.Run, step: int, prompts: list[Problem], n: int, limits: 
     return groups
 
 
-def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature: float,
+def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
              **options) -> list[list[Rollout]]:
     """The responses to this rank's share of the work, in one engine call, with text and answer."""
     if not work:
@@ -262,7 +263,7 @@ def generate(run: startup.Run, work: list[tuple[Problem, Request]], temperature:
     return groups
 
 
-def decode(run: startup.Run, responses: list[Rollout], problem: Problem) -> None:
+def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
     """Set text and answer from the responses' tokens. The end of a prompt may open a thought."""
     for r in responses:
         ids = [r.prompt_ids[-16:], r.response_ids]
@@ -289,7 +290,7 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
     return [0 if right[c] else None for c in classes]
 
 
-def initial_votes(run: startup.Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
+def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
     """{problem id: (majority answer, its votes)} from --votes responses of the initial model. RESTRAIN Eq. 5.
     (None, 0): no response has an answer. About 8,192 responses per rank are sampled in one call and stored,
     so that a killed run continues; votes of other flags are sampled anew."""
@@ -320,7 +321,7 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
     return sorted(draw.sample(range(n), min(n, args.train_samples)))
 
 
-def check_sampler(run: startup.Run, train: list[Rollout]) -> dict[str, float]:
+def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
     Stale weights show here and stop the run: in float32 a token that differs by more than --max_logp_diff; in
@@ -362,7 +363,7 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
 
 
 # ----------------------------------------------------- evaluation -------------------------------------------
-def evaluate(run: startup.Run, step: int) -> None:
+def evaluate(run: Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
     metrics, verdicts = {}, {}
     with run.stop.at_once(step), timed("evaluate"):
@@ -377,7 +378,7 @@ def evaluate(run: startup.Run, step: int) -> None:
     run.log.evaluation(step, metrics, verdicts)
 
 
-def evaluate_benchmark(run: startup.Run, name: str, problems: list[Problem],
+def evaluate_benchmark(run: Run, name: str, problems: list[Problem],
                        greedy: bool = False) -> list[tuple[dict, list[Rollout]]]:
     """(verdicts, responses) of every problem, in order, on all ranks; each samples and grades a share.
 

@@ -24,13 +24,11 @@ import tyro
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, read_run, write_atomically
+from engine.base import UserError, print0, rank_and_ranks, read_run, write_atomically
 from engine.builtin import SMOLLM2
-from engine.measure import check_vllm
 from engine.metrics import few_answers, mean, summary
 from engine.options import Shared, make_args, out_of_range
-from engine.ranks import print0, rank_and_ranks
-from engine.vllm_sampler import VLLMSampler
+from engine.samplers import VLLMSampler, check_vllm
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")

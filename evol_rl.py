@@ -44,8 +44,7 @@ from typing import Literal
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout, Share
-from engine.base import UserError, first_line, timed
-from engine.ranks import gather_shares, share_of_rank
+from engine.base import UserError, first_line, gather_shares, share_of_rank, timed
 from transformers.utils import cached_file
 
 

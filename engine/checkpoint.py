@@ -1,4 +1,4 @@
-"""Checkpoints that survive kill -9 and a full disk: written to one side, then renamed.
+"""A run, and its checkpoints, which survive kill -9 and a full disk: written to one side, then renamed.
 
 They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
 
@@ -8,6 +8,8 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,9 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, first_line, write_atomically
-from engine.log import read_jsonl
-from engine.ranks import all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
+from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, on_rank_0, print0
+from engine.base import rank_and_ranks, write_atomically
+from engine.log import Log, read_jsonl
+from engine.policy import Policy
+from engine.process import StopSignal
+from engine.samplers import HFSampler, VLLMSampler
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -130,7 +135,29 @@ def load(run_folder: Path, step: int, policy, optimizer) -> dict:
     return on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
 
 
-# ------------------------------------------------ what the loop calls ---------------------------------------
+# ------------------------------------------------------- a run ----------------------------------------------
+@dataclass
+class Run:
+    """What a run consists of; `common.start` makes it. Then only state and sampled change."""
+    args: object
+    tokenizer: object
+    problems: list
+    benchmarks: dict[str, list]
+    total_steps: int
+    policy: Policy | None
+    reference: Policy | None  # the frozen initial model; None without a KL term
+    sampler: HFSampler | VLLMSampler
+    log: Log
+    stop: StopSignal
+    device: torch.device
+    dtype: torch.dtype
+    answer_keys: Callable | None
+    read_answer: Callable | None
+    generate: Callable | None
+    state: dict = field(default_factory=dict)  # what a script wants checkpoints to keep, as JSON
+    sampled: set = field(default_factory=set)  # (step, prompt.id)
+
+
 def restore(run, optimizer) -> int:
     """Load the newest checkpoint with --resume; return the steps that are done."""
     args, done = run.args, run.stop.saved

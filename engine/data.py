@@ -9,16 +9,16 @@ import json
 import os
 import random
 import re
+import sys
 import zlib
 from collections import namedtuple
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 
 from answers import LETTERS, equal, extract_answer, gold_answers
-from engine.base import UserError, first_line, stable_hash
-from engine.ranks import print0
+from engine.base import UserError, first_line, print0, stable_hash
 
 # size: the problems that it is known to have; some sets are counted with their duplicates
 Benchmark = namedtuple("Benchmark", "hub_id split size question answer configs", defaults=(0, "", "", [None]))
@@ -87,6 +87,64 @@ LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
 # filled: all that hold something. parts: (place, column) of PART. needed: what every row must have
 Columns = namedtuple("Columns", "filled question answer parts needed")
+
+
+# ----------------------------------------------- a run's data ---------------------------------------------
+def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
+    """The problems of --dataset, under that name, and those of every benchmark. Raises UserError if any are
+    missing."""
+    machine, problems, sets = args.machine, [], {}
+    fields = machine.question_field, machine.answer_field
+    read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
+    if train and args.dataset:
+        problems = read("--dataset", args.dataset, fields)
+    for name in filter(None, map(str.strip, args.eval.split(","))):
+        if name != "train":
+            sets[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
+        elif problems:
+            sets[name] = problems
+        else:
+            raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
+    held = {}
+    for name, part in sets.items():
+        twin = held.setdefault(stable_hash(sorted(problem.prompt_ids for problem in part)), name)
+        if twin != name:
+            print0(f"Warning: {twin} and {name} hold the same problems, which eval/mean counts twice.")
+    for name, ids in args.own_prompts(tokenizer).items():
+        if len(ids) > args.max_prompt_tokens:
+            raise UserError(f"{name} has {len(ids)} tokens, more than "
+                            f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
+    if train and args.labels == "gold" and not (problems and all(p.answer is not None for p in problems)):
+        raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold answer.")
+    if problems and len(problems) < args.prompts_per_batch and not machine.show_prompt:
+        raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
+                        f"{len(problems)}, the problems of --dataset: a batch holds none twice.")
+    return {"--dataset": problems} | sets
+
+
+def print_prompts(tokenizer, sets: dict[str, list], own: dict[str, list[int]]) -> None:
+    """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
+    firsts = [(f"first problem of {name}", part[0].prompt_ids) for name, part in sets.items() if part]
+    for name, ids in [*firsts[:1], *own.items()]:
+        print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
+    sys.exit(0)
+
+
+def count_steps(args, problems: list, tokenizer) -> int:
+    """Rollout batches of the whole run: --steps, else those of --epochs."""
+    steps = args.steps or args.epochs * (len(problems) // args.prompts_per_batch)
+    if not steps or not problems and not args.own_prompts(tokenizer):
+        raise UserError("there is nothing to train on: --dataset is empty, or --steps and --epochs are 0.")
+    return steps
+
+
+def digests(sets: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
+    """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
+    found = {"the stop tokens of --model": stable_hash(stop_ids)}
+    for name, part in sets.items():
+        flag = name if name == "--dataset" else f"--eval {name}"
+        found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
+    return found
 
 
 # ------------------------------------------------ problems ------------------------------------------------

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, first_line, now, read_run, script_name, seconds, stable_hash
-from engine.base import write_atomically
+from engine.base import UserError, all_gather, distributed, first_line, now, on_rank_0, print0, rank_and_ranks
+from engine.base import read_run, same_on_all_ranks, script_name, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.process import at_exit, begun
-from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks, same_on_all_ranks
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
@@ -38,11 +37,8 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, memory: dict, device, identity: dict):
-        """options: all, by name. memory: what plan.py chose. identity: startup.digests'.
-
-        Raises UserError if the folder cannot be used, or if the ranks have other options."""
-        same_on_all_ranks({f"--{name}": value for name, value in (options | memory).items()})
+    def __init__(self, options: dict, device, identity: dict):
+        """options: all, by name. identity: data.digests'. Raises UserError if the folder cannot be used."""
         self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
         self.board, self.bad_steps, self.warned = None, 0, False
         self.identity, self.before, self.record = {}, {}, {}

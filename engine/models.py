@@ -12,10 +12,9 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, stable_hash
+from engine.base import UserError, first_line, print0, stable_hash
 from engine.builtin import SMOLLM2_MODEL, TOY_MODEL
 from engine.data import read_template
-from engine.ranks import print0
 
 # Masks and angles that older checkpoints hold, though the model computes them: they change nothing
 BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_state)$")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 
-from engine.base import UserError, read_run, script_name
+from engine.base import UserError, print0, rank_and_ranks, read_run, script_name
 from engine.builtin import SMOLLM2, TOY
-from engine.ranks import print0
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -89,16 +90,16 @@ class Machine(Shared):
     wandb: bool = False
     """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
 
+    @property
+    def uses_vllm(self) -> bool:
+        """What --sampler means here. A plan may be of another machine, so it does not look."""
+        auto = self.sampler == "auto" and not self.plain
+        return self.sampler == "vllm" or auto and (self.plan or has_vllm())
+
 
 def has_vllm() -> bool:
     """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
     return util.find_spec("vllm") is not None
-
-
-def uses_vllm(machine: Machine) -> bool:
-    """Whether the run samples with vLLM. A plan may be of another machine, so it does not look."""
-    auto = machine.sampler == "auto" and not machine.plain
-    return machine.sampler == "vllm" or auto and (machine.plan or has_vllm())
 
 
 def options_dict(args) -> dict:
@@ -126,6 +127,48 @@ def out_of_range(args) -> list[str]:
             bad.append(f"--{name} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}.")
         return bad
     return []
+
+
+def bad_flags(args) -> list[str]:
+    """One sentence per bad flag: flag, value, what is allowed."""
+    if bad := out_of_range(args):
+        return bad
+    machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
+    responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
+    sequences, vllm, here = args.prompts_per_batch * args.train_samples, machine.uses_vllm, not machine.plan
+    cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
+    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
+    if not torch.version.cuda:
+        cause = "it has no CUDA; install requirements.txt into an environment of its own"
+    table = [  # (what is wrong, sentence)
+        (responses < 2,
+         f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),
+        (responses >= 2 and not least <= args.train_samples <= responses,
+         f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
+         "the responses per prompt."),
+        (args.num_minibatches > sequences,
+         f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
+         "responses of a batch (prompts_per_batch x train_samples)."),
+        (here and (machine.gpus or machine.gpu_gib),
+         "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
+        (ranks % parallel,
+         f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
+        (parallel > 1 and not vllm,
+         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
+        (here and vllm and not has_vllm(),
+         "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
+        (machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")),
+         "--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out."),
+        (vllm and any(0 < value < 0.01 for value in (args.temperature, args.eval_temperature)),
+         f"--temperature is {args.temperature}, --eval_temperature (evaluate.py: --temperature) is "
+         f"{args.eval_temperature}, but vLLM raises less than 0.01 to that; give more or --sampler hf."),
+        (here and wanted and not (cuda or hidden),
+         f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
+         "(empty)."),
+        (here and machine.offload != "none" and not cuda,
+         f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
+    return [sentence for wrong, sentence in table if wrong]
 
 
 # ---------------------------------------------------- command line ------------------------------------------

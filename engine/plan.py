@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line
+from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
-from engine.options import uses_vllm
-from engine.ranks import from_torchrun, print0, rank_and_ranks
 
 GIB = 2 ** 30
 MICRO_TOKENS = (16384, 12288, 8192, 6144, 4096)  # for --micro_tokens 0; else one sequence at a time
@@ -50,7 +48,7 @@ class Plan:
     def __init__(self, args, config):
         """q, kv: width of all query heads, of all key (or value) heads. weights: the parameters; root: those
         of embeddings and (untied) head, which FSDP gathers together; layer: those of one layer."""
-        self.args, self.machine, self.vllm = args, args.machine, uses_vllm(args.machine)
+        self.args, self.machine, self.vllm = args, args.machine, args.machine.uses_vllm
         self.ranks, self.gpu = self.machine.gpus or rank_and_ranks()[1], (self.machine.gpu_gib or 80.0) * GIB
         if torch.cuda.is_available() and not self.machine.gpu_gib:
             self.gpu = torch.cuda.get_device_properties(from_torchrun("LOCAL_RANK", 0)).total_memory
@@ -237,13 +235,13 @@ def show(args, config) -> None:
     sys.exit(1 if plan.misfit() else 0)
 
 
-def choose_memory_settings(args, config, device) -> dict:
+def choose_memory_settings(args, config, cuda: bool) -> dict:
     """Choose Policy's micro_tokens and gradient_checkpointing for a run here, where --micro_tokens is 0 or
     --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
-    if device.type == "cuda":
+    if cuda:
         entries = [name for name, value in config.get_text_config().to_dict().items() if value]
-        if uses_vllm(args.machine) and any(re.search(UNTRIED, name) for name in entries):
+        if args.machine.uses_vllm and any(re.search(UNTRIED, name) for name in entries):
             raise UserError(f"--model is of the type {config.model_type}, with experts or latent attention, "
                             "whose weights vLLM may not take again on a GPU, as nobody has tried; give "
                             "--sampler hf.")
@@ -256,5 +254,5 @@ def choose_memory_settings(args, config, device) -> dict:
             misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
             for warning in filter(None, [misfit, plan.parallel_advice(), *plan.shortages()]):
                 print0(f"Warning: {warning}")
-    on = recompute == "on" or recompute == "auto" and device.type == "cuda"
+    on = recompute == "on" or recompute == "auto" and cuda
     return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface
 
+from engine.base import UserError, all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
 from engine.base import timed
-from engine.logprobs import PackedHead
-from engine.measure import compile_layers, compiled_layers_agree, decoder_layers, fastest_exact_implementation
-from engine.models import PACKED
-from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
+from engine.logprobs import AGREES, PackedHead, fastest_exact_implementation, head_logprobs, packed_attention
+from engine.logprobs import probe_responses, smallest_copy
+from engine.models import PACKED, load_model, weights_digest
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -162,10 +162,7 @@ class Policy:
 
         The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the
         mask is 0. Statistics follow, see `score`."""
-        inputs, predict_from = self.head.rows(micro.responses)
-        inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
-        targets = torch.tensor([t for r in micro.responses for t in r.response_ids], device=self.device)
-        logp_T, *others = self.head(inputs, predict_from.to(self.device), targets, temperature, statistics)
+        logp_T, *others = head_logprobs(self.head, micro.responses, self.device, temperature, statistics)
         # Tokens with mask 0 were not sampled: exp(log-prob - 0) could be inf, and inf * 0 in the loss is NaN.
         return logp_T.masked_fill(micro.mask_T == 0, 0.0), *others
 
@@ -249,6 +246,60 @@ class Policy:
             file.chmod((partial / "config.json").stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+
+
+def load_policies(path: str, device, dtype, machine, max_length: int, reference: bool, adapt=None,
+                  **memory) -> tuple[Policy, Policy | None, int]:
+    """(the policy, the frozen initial model if there is a reference, the digest of their weights). memory: of
+    `plan.choose_memory_settings`."""
+    model = load_model(path, machine.trust_remote_code)
+    digest, options = weights_digest(model), dict(plain=machine.plain, max_length=max_length, **memory)
+    policy = Policy(model, device, dtype, offload=machine.offload == "optimizer", compile=machine.compile,
+                    adapt=adapt, **options)
+    if not reference:
+        return policy, None, digest
+    model = load_model(path, machine.trust_remote_code)  # memory-mapped: it takes no more memory
+    frozen = Policy(model, device, dtype, False, offload=machine.offload != "none", compile=policy.compiled,
+                    implementation=policy.implementation, **options)
+    return policy, frozen, digest
+
+
+# -------------------------------------------------- compiled layers -----------------------------------------
+def decoder_layers(model) -> list:
+    """The modules that transformers keeps whole on a device."""
+    return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+
+
+def compile_layers(model) -> None:
+    """Fuse norms, rotary embedding, SwiGLU and residuals. Attention, packed differently in each micro-batch,
+    stays as it is; recomputation and FSDP stay outside."""
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def compiled_layers_agree(model, head: type, attention: str, device, max_length: int = 0) -> bool:
+    """Whether a small copy has, on every rank's device, its own log-probs and gradients with compiled layers,
+    too. If not, a line says so."""
+    def compare() -> None:
+        found = []
+        for compiled in (False, True):
+            copy = smallest_copy(model, max_length).to(device)
+            copy.set_attn_implementation(attention)
+            if compiled:
+                compile_layers(copy)
+            values = torch.stack(head_logprobs(head(copy), probe_responses(copy), device))
+            values.sum().backward()
+            found.append([values.detach(), *(p.grad for p in copy.parameters() if p.grad is not None)])
+        for own, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, own, rtol=0, atol=AGREES * max(1, float(own.abs().max())))
+
+    try:
+        on_all_ranks(compare)
+    except UserError as error:  # no C compiler, for one
+        print0(f"Warning: --compile is left out, since compiled layers fail a test: {error}")
+        return False
+    return True
 
 
 # ------------------------------------------------ what ranks must share -------------------------------------

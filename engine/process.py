@@ -17,17 +17,18 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError
+from engine.base import UserError, all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
 from engine.builtin import SMOLLM2, TOY
 from engine.options import parse
-from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks
 
 
-def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
+def start_processes(options: dict, train: bool = True,
                     small: bool = False) -> tuple[torch.device, torch.dtype]:
     """This process's device, and the compute type of --dtype. Opens the process group if there are ranks or a
-    GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights."""
-    torch.manual_seed(seed)
+    GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights.
+
+    options: all, by name. Raises UserError if the ranks have different ones."""
+    torch.manual_seed(options["seed"])
     if small:
         torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -35,7 +36,7 @@ def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
         # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
         libc.prctl(1, signal.SIGTERM)
     cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
-    bf16 = dtype == "bfloat16" or dtype == "auto" and cuda
+    bf16 = options["dtype"] == "bfloat16" or options["dtype"] == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -46,6 +47,7 @@ def start_processes(seed: int = 0, dtype: str = "auto", train: bool = True,
         # a rank may wait for another that samples or scores much longer responses
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6),
                                 device_id=device if cuda else None)
+    same_on_all_ranks({f"--{name}": value for name, value in options.items()})
     if hasattr(libc, "mallopt") and not cuda:
         # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own

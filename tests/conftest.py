@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -56,20 +55,15 @@ def patched() -> Path:
 
 
 def load_script(name: str):
-    """A script's module; a fork's is ttrl.py with examples/NAME.diff."""
-    path = patched() / f"{name}.py"
+    """A script's module; a fork's is ttrl.py with examples/NAME.diff, as make writes it."""
+    path, diff = patched() / f"{name}.py", ROOT / f"examples/{name}.diff"
     if name in EXAMPLES and not path.exists():
-        patch(name, ROOT / "ttrl.py", path)
+        command = ["patch", "-F0", "-o", path, ROOT / "ttrl.py", diff]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            path.unlink()
+            pytest.fail(f"{diff} no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
     return importlib.import_module(name)
-
-
-def patch(name: str, base: Path, path: Path) -> None:
-    """Write base with examples/NAME.diff to path, as make does. Fails with the hunk that does not fit."""
-    diff = ROOT / "examples" / f"{name}.diff"
-    done = subprocess.run(["patch", "-F0", "-o", path, base, diff], capture_output=True, text=True)
-    if done.returncode:
-        path.unlink()
-        pytest.fail(f"examples/{name}.diff no longer fits ttrl.py:\n{done.stdout}{done.stderr}")
 
 
 # ------------------------------------------------- toy runs ------------------------------------------------
@@ -234,24 +228,10 @@ WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_t
                num_minibatches=2, micro_tokens=300, lr=4e-4, warmup=0.0, grad_clip=1e9, weight_decay=0.1,
                clip_low=0.05, clip_high=0.08, kl_coef=0.2, entropy_coef=0.1, dtype="float32", sampler="hf")
 WATCHED_OF = dict(
-    evol_rl=dict(embedder="fake"), scrl=dict(tau_neg=0.3, lambda_h=0.4), restrain=dict(kappa=3),
+    scrl=dict(tau_neg=0.3, lambda_h=0.4), restrain=dict(kappa=3),
     ettrl=dict(trunks=3, forks=1, branches=2),
     dynamic_rl=dict(dataset="", max_question_tokens=96, lambda_q=0.7, lambda_dq=0.4, lambda_da=1.3,
                     lambda_s=0.6))
-
-
-class FakeEmbedder:
-    """Unit vectors [3] that depend on the text and on the embedder's name, for EVOL-RL."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, texts: list[str]) -> list[torch.Tensor]:
-        vectors = []
-        for text in texts:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {text}".encode()))
-            vectors.append(torch.nn.functional.normalize(torch.randn(3, generator=generator), dim=0))
-        return vectors
 
 
 def spy(owner, name, before=None, after=None) -> None:
@@ -298,8 +278,6 @@ class Watched:
             return self.run
 
         instead = contextlib.nullcontext()
-        if self.script == "evol_rl":
-            instead = mock.patch.object(self.module, "Embedder", FakeEmbedder)
         if self.script == "dynamic_rl":
             verdicts = itertools.cycle([True, False, True, True, True])  # whatever the questions are
             instead = mock.patch.object(self.module, "keep_question", lambda text: next(verdicts))

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FakeEmbedder
 from transformers import AutoModelForCausalLM
 
 from engine import builtin
+from evol_rl import Embedder
 
 
 # ------------------------------------------- the model, slow and obvious -----------------------------------
@@ -116,8 +116,7 @@ def evol_rl_rewards(seen, group) -> tuple[list[float], object, set]:
     label = right if gold else vote([answer if i in valid else None for i, answer in enumerate(answers)])
     if not seen.args.novelty:
         return [float(i in valid and answer == label) for i, answer in enumerate(answers)], label, set()
-    embed = FakeEmbedder(seen.args.embedder)
-    vectors = embed([response.text for response in group.responses])
+    vectors = Embedder("words")([response.text for response in group.responses])
     rewards = [-1.0] * len(answers)
     for in_majority in (True, False):
         block = [i for i in valid if (answers[i] == label) == in_majority]

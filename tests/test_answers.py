@@ -223,9 +223,6 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 \langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0
 p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4
 """)
-# Equal, but not found to be: a split. Each would need a rule of its own.
-KNOWN_MISSES = [[r"\frac{a}{b}=2", "2"],
-                [r"\frac12\begin{pmatrix}2\\x\end{pmatrix}", r"\begin{pmatrix}1\\x/2\end{pmatrix}"]]
 
 
 def merged(spellings):
@@ -266,12 +263,6 @@ def test_a_gold_answer_is_read(value, expected):
 @pytest.mark.parametrize("spellings", SAME, ids=str)
 def test_spellings_of_one_answer_are_equal(spellings):
     assert classes(spellings) == [0] * len(spellings)
-
-
-def test_known_misses_are_printed(capsys):
-    with capsys.disabled():
-        print("\nKnown misses:", *(row for row in KNOWN_MISSES if len({*classes(row)}) > 1), sep="\n  ")
-    assert len(KNOWN_MISSES) <= 12
 
 
 @pytest.mark.parametrize("spellings", DIFFERENT, ids=str)

@@ -5,24 +5,23 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, make_policy, random_rollouts, tiny_model
+from conftest import ROOT, make_policy, random_rollouts, spy, tiny_model
 from equations import log_softmax_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
 import ttrl
-from engine import logprobs, measure
-from engine.base import Request, Sample, UserError
-from engine.hf_sampler import HFSampler
+from engine import logprobs, plan
+from engine.base import Request, UserError
 from engine.log import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import load_model, read_config
 from engine.options import make_args
-from engine import plan
+from engine.samplers import HFSampler, check_vllm
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())
@@ -87,11 +86,11 @@ def test_a_real_soft_cap_and_a_real_window_show_in_the_small_copy(tmp_path, monk
     assert make_policy(tmp_path / "gemma").implementation == (ChunkedHead, "eager")
     tiny_model("Mistral", tmp_path / "mistral", sliding_window=100, num_hidden_layers=8)
     model = load_model(str(tmp_path / "mistral"))
-    assert measure.small_copy(model).config.num_hidden_layers == 2
-    assert measure.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "sdpa")
+    assert logprobs.small_copy(model).config.num_hidden_layers == 2
+    assert logprobs.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "sdpa")
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda *arguments, **options: None)
-    assert measure.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "eager")
-    assert measure.fastest_exact_implementation(model, False, False, 100) == (ChunkedHead, "sdpa")
+    assert logprobs.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "eager")
+    assert logprobs.fastest_exact_implementation(model, False, False, 100) == (ChunkedHead, "sdpa")
 
 
 def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
@@ -118,7 +117,7 @@ def test_layers_that_compile_badly_are_not_compiled(monkeypatch, capsys, compile
 
 def test_a_type_that_no_way_computes_is_one_sentence(folder_of, monkeypatch):
     monkeypatch.setattr(PlainHead, "rows", staticmethod(ChunkedHead.rows))
-    monkeypatch.setattr(measure, "AGREES", -1)
+    monkeypatch.setattr(logprobs, "AGREES", -1)
     with pytest.raises(UserError, match="--model is of the type olmo2, whose own log-probs the trainer "):
         make_policy(folder_of("olmo2"))
 
@@ -135,8 +134,8 @@ def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
     hf, vocabulary = HFSampler(str(folder_of(kind)), [2], CPU, torch.float32), range(30, 600, 7)
     prompts = [list(vocabulary)[:12], [31, 33], list(vocabulary)[20:27], [40] * 5]
     requests = [Request(prompt, 3, i, 4 + 5 * i) for i, prompt in enumerate(prompts)]
-    responses, found = measure.sample_probe(hf, requests)
-    own = measure.eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
+    responses, found = logprobs.sample_probe(hf, requests)
+    own = logprobs.eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
     assert (found - own).abs().max() < 1e-3
     alone = [hf.generate([request], 1.0)[0] for request in requests]
     assert [r.response_ids for r in responses] == [r.response_ids for group in alone for r in group]
@@ -160,23 +159,20 @@ def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, mo
     monkeypatch.setattr(type(model), "forward", forward)
     hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
     assert not hf.pad_prompts and "uses one prompt at a time and fused attention" in capsys.readouterr().out
-    responses, found = measure.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
-    assert (found - measure.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
+    responses, found = logprobs.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
+    assert (found - logprobs.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
 
 
 # ----------------------------------------------------- vLLM -----------------------------------------------
 def engine(folder, off=0.0, error=None):
     """Stands for vLLM: samples with transformers, but with weights that are off, or not at all."""
-    def generate(requests, temperature):
-        if error:
-            raise error
-        groups = hf.generate(requests, temperature)
+    def shift(groups, requests, temperature):
         for group in groups:
-            group[:] = [Sample(s.response_ids, s.logprobs + off, s.finished) for s in group]
-        return groups
+            group[:] = [sample._replace(logprobs=sample.logprobs + off) for sample in group]
 
     hf = HFSampler(str(folder), [2], CPU, torch.float32)
-    return SimpleNamespace(sleep=lambda: None, load=hf.load, generate=generate)
+    spy(hf, "generate", before=mock.Mock(side_effect=error), after=shift)
+    return hf
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -184,13 +180,13 @@ def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(fol
     folder = folder_of("qwen2")
     policy = make_policy(folder) if trained else None
     model = policy.model if trained else load_model(str(folder))
-    measure.check_vllm(engine(folder), model, True, 1e-3, policy)
-    measure.check_vllm(engine(folder, off=0.3), model, False, 1e-3, policy)  # bfloat16 rounds
+    check_vllm(engine(folder), model, True, 1e-3, policy)
+    check_vllm(engine(folder, off=0.3), model, False, 1e-3, policy)  # bfloat16 rounds
     for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
         with pytest.raises(UserError, match="off those of transformers for --model"):
-            measure.check_vllm(engine(folder, off=off), model, exact, 1e-3, policy)
+            check_vllm(engine(folder, off=off), model, exact, 1e-3, policy)
     with pytest.raises(UserError, match="vLLM does not run .* give --sampler hf. It says: KeyError"):
-        measure.check_vllm(engine(folder, error=KeyError("x")), model, True, 1e-3, policy)
+        check_vllm(engine(folder, error=KeyError("x")), model, True, 1e-3, policy)
 
 
 BY_VLLM = ["olmo2", "gemma2", "mixtral"]
@@ -229,6 +225,6 @@ def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder
     config = read_config(str(folder_of(kind)), 64, 64)
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
         plan.show(make_args(ttrl.Args, options | dict(plan=True)), config)
-    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, torch.device("cuda"))
+    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, True)
     assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
     assert f"Warning: --model is of the type {kind}, of which --plan does not know" in capsys.readouterr().out

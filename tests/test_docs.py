@@ -117,7 +117,7 @@ def check(where: str, command: str, capsys, monkeypatch) -> SimpleNamespace | No
     if not run:
         return None
     monkeypatch.setenv("WORLD_SIZE", str(run.world))
-    monkeypatch.setattr("engine.startup.has_vllm", lambda: True)  # the pages' machines have it
+    monkeypatch.setattr("engine.options.has_vllm", lambda: True)  # the pages' machines have it
     args = run.args.run_args() if run.name == "evaluate" else run.args
     assert args.errors() == [], f"{where}\n{command}"
     room = min([context for model, context in CONTEXT.items() if args.model.startswith(model)], default=10**9)

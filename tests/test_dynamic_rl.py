@@ -149,9 +149,6 @@ def test_no_question_keeps_the_filter_for_long():
 
 
 # ---------------------------------------------------- runs ------------------------------------------------
-TINY = dict(steps=1, votes=4, train_samples=4, kl_coef=0.0)
-
-
 @pytest.mark.parametrize("fault, flags, expected", [
     ((dynamic_rl, "keep_question", lambda text: False), dict(kl_coef=0.5),
      dict(filtered=1, reward=0, question_reward=0)),
@@ -162,7 +159,8 @@ TINY = dict(steps=1, votes=4, train_samples=4, kl_coef=0.0)
 def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tmp_path, monkeypatch):
     if fault:
         monkeypatch.setattr(*fault)
-    line, = run_toy(dynamic_rl, tmp_path / "run", **TINY | flags)
+    flags = dict(steps=1, votes=4, train_samples=4, kl_coef=0.0) | flags
+    line, = run_toy(dynamic_rl, tmp_path / "run", **flags)
     assert "loss" not in line and "grad_norm" not in line and line["skipped_updates"] == 0
     for name, value in expected.items():
         assert line.get(name) == value, name

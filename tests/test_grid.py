@@ -40,13 +40,6 @@ def brief(step, counts, label="wrong", **more):
     return line | dict(right=right, gold=0 if right else None, label=label, trained=2, flipped=None) | more
 
 
-def two_votes(folder, answer="8"):
-    """A run with one problem and two votes on it, of the second with texts."""
-    rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
-    votes = [brief(1, [[answer, 2], ["7", 1]]), brief(2, [["7", 2], ["8", 1]], "right")]
-    return write_run(folder, ARGS, samples=[logged(2, rows, [0, 0, 0, 1], {"0": 1.0})], votes=votes)
-
-
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
@@ -112,7 +105,10 @@ def test_page_marks_label_negatives_and_gold_answer():
 def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     other = dict(problem="1 + 1?", answer="2")
     samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
-    first = two_votes(tmp_path / "first")
+    rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
+    votes = [brief(1, [["8", 2], ["7", 1]]), brief(2, [["7", 2], ["8", 1]], "right")]
+    texts = [logged(2, rows, [0, 0, 0, 1], {"0": 1.0})]  # of the second vote alone
+    first = write_run(tmp_path / "first", ARGS, samples=texts, votes=votes)
     second = write_run(tmp_path / "second", ARGS, samples=samples, votes=[
         brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
     data = report.page_data([first, second])

@@ -164,19 +164,19 @@ def test_a_run_is_planned_for_the_gpu_it_has_and_warned(monkeypatch, capsys):
     class Gpu:
         total_memory = 24 * GIB
 
-    device, config = torch.device("cuda"), config_of("Qwen2.5-Math-7B")
+    config = config_of("Qwen2.5-Math-7B")
     monkeypatch.setattr(planning.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Gpu)
-    monkeypatch.setattr(planning, "uses_vllm", lambda args: True)
+    monkeypatch.setattr("engine.options.has_vllm", lambda: True)
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e15))
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = make_args(ttrl.Args, dict(tensor_parallel=4))
-    found = planning.choose_memory_settings(args, config, device)
+    found = planning.choose_memory_settings(args, config, True)
     assert found == dict(micro_tokens=1, gradient_checkpointing=True)
     said = capsys.readouterr().out
     assert re.search("Warning: It does not fit: .*each GPU's 24, .*No GPU has confirmed", said)
     monkeypatch.setattr(Gpu, "total_memory", 100 * GIB)
-    assert planning.choose_memory_settings(args, config, device)["micro_tokens"] == 6144
+    assert planning.choose_memory_settings(args, config, True)["micro_tokens"] == 6144
     assert capsys.readouterr().out == ""
 
 
@@ -186,13 +186,13 @@ def test_experts_and_latent_attention_are_refused_with_vllm_on_a_gpu(monkeypatch
     for config, sampler in ((kind, "hf"), ("llama", "vllm"), (kind, "vllm")):
         with pytest.raises(UserError, match="hf") if (config, sampler) == (kind, "vllm") else nullcontext():
             planning.choose_memory_settings(make_args(ttrl.Args, dict(sampler=sampler)),
-                                            AutoConfig.for_model(config), torch.device("cuda"))
+                                            AutoConfig.for_model(config), True)
 
 
 @pytest.mark.parametrize("flags, expected", [
     ({}, (16384, False)), (dict(gradient_checkpointing="on", micro_tokens=500), (500, True))])
 def test_without_a_gpu_nothing_is_planned(flags, expected):
-    memory = planning.choose_memory_settings(make_args(ttrl.Args, flags), None, torch.device("cpu"))
+    memory = planning.choose_memory_settings(make_args(ttrl.Args, flags), None, False)
     assert tuple(memory.values()) == expected
 
 

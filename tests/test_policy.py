@@ -99,7 +99,7 @@ def test_packed_rows_by_hand():
 
 
 # ------------------------------------------------- log-probs -----------------------------------------------
-def is_the_models_own(policy, model, vocabulary: int, temperature: float = 0.6, shared: int = 2) -> None:
+def is_the_models_own(policy, model, vocabulary: int, shared: int = 2) -> None:
     """Log-probs, entropies and gradients are those of the model's own forward, one response at a time.
     The two prompts begin with the same `shared` tokens."""
     rollouts = random_rollouts(6, vocabulary=vocabulary)
@@ -109,12 +109,12 @@ def is_the_models_own(policy, model, vocabulary: int, temperature: float = 0.6, 
     micro, = policy.micro_batches(rollouts)
     logps, entropies = [], []
     for r in micro.responses:
-        logits = model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / temperature
+        logits = model(input_ids=torch.tensor([r.prompt_ids + r.response_ids])).logits[0] / 0.6
         distribution = logits[len(r.prompt_ids) - 1:-1].log_softmax(-1)
         logps.append(distribution.gather(-1, torch.tensor(r.response_ids)[:, None]).squeeze(-1))
         entropies.append(-(distribution.exp() * distribution).sum(-1))
     expected_logp, expected_entropy = torch.cat(logps), torch.cat(entropies)
-    logp, entropy = policy.logprobs(micro, temperature)
+    logp, entropy = policy.logprobs(micro, 0.6)
     assert relative_error(logp, expected_logp) < 1e-5
     assert relative_error(entropy, expected_entropy) < 1e-4
     weights = torch.linspace(-1, 1, len(logp))

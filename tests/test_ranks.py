@@ -20,9 +20,8 @@ from equations import relative_error
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine.base import Request
+from engine.base import Request, gather_shares, share_of_rank, split_requests
 from engine.log import read_metrics
-from engine.ranks import gather_shares, share_of_rank, split_requests
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -368,8 +367,8 @@ def test_shares_of_engines(count, per_engine, monkeypatch):
     sent, received = [], []
 
     def on_rank(rank, gather):
-        monkeypatch.setattr("engine.ranks.rank_and_ranks", lambda: (rank, 4))
-        monkeypatch.setattr("engine.ranks.all_gather", gather)
+        monkeypatch.setattr("engine.base.rank_and_ranks", lambda: (rank, 4))
+        monkeypatch.setattr("engine.base.all_gather", gather)
         return gather_shares(share_of_rank(list(range(count)), per_engine), per_engine)
 
     for rank in range(4):

@@ -21,7 +21,7 @@ import restrain
 import ttrl
 from engine import checkpoint, options
 from engine.base import UserError
-from engine.hf_sampler import HFSampler
+from engine.samplers import HFSampler
 
 
 # ------------------------------------------- resume with other arguments -----------------------------------

@@ -16,12 +16,11 @@ from transformers import AutoTokenizer
 
 import common
 import ttrl
-from engine import builtin, hf_sampler, vllm_sampler
+from engine import builtin, samplers
 from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
-from engine.hf_sampler import HFSampler, draw, uniform_numbers
 from engine.options import Machine, has_vllm
-from engine.vllm_sampler import VLLMSampler
+from engine.samplers import HFSampler, VLLMSampler, draw, uniform_numbers
 
 CPU = torch.device("cpu")
 TOY = builtin.TOY_MODEL
@@ -32,8 +31,8 @@ PROMPTS = [encode_prompt(TOKENIZER, question) for question in QUESTIONS]
 PROMPTS[3] = encode_prompt(TOKENIZER, " ".join(QUESTIONS * 2))[-300:]  # prefix caches hold whole blocks only
 
 
-def requests(prompts=PROMPTS, n=4, seed=1, limit=64):
-    return [Request(prompt, n, stable_hash(seed, "test", i), limit) for i, prompt in enumerate(prompts)]
+def requests(n=4, seed=1):
+    return [Request(prompt, n, stable_hash(seed, "test", i), 64) for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm"])
@@ -56,18 +55,18 @@ def flat(groups):
     return list(itertools.chain.from_iterable(groups))
 
 
-def error(policy, groups, prompts=PROMPTS):
+def error(policy, groups):
     """Error of the sampler's log-probs at temperature 0.8, relative to the policy's."""
-    responses = rollouts(groups, prompts)
+    responses = rollouts(groups)
     policy.score_old(responses, 0.8)
     sampled = torch.cat([r.sampler_logp for r in responses])
     return relative_error(sampled, torch.cat([r.old_logp for r in responses]))
 
 
-def rollouts(groups, prompts=PROMPTS) -> list[common.Rollout]:
-    """The samples for these prompts as responses."""
+def rollouts(groups) -> list[common.Rollout]:
+    """The samples for PROMPTS as responses."""
     found = []
-    for prompt, group in zip(prompts, groups):
+    for prompt, group in zip(PROMPTS, groups):
         found += [common.Rollout(prompt, *sample) for sample in group]
     return found
 
@@ -103,7 +102,7 @@ def test_responses_whose_keys_and_values_do_not_fit_together_are_the_same(monkey
     """They are sampled in turns, here one at a time."""
     hf = HFSampler(TOY, STOP, CPU, torch.float32)
     expected = ids(hf.generate(requests(n=2), 1.0))
-    monkeypatch.setattr(hf_sampler, "CACHE", 1)
+    monkeypatch.setattr(samplers, "CACHE", 1)
     assert ids(hf.generate(requests(n=2), 1.0)) == expected
 
 
@@ -197,7 +196,7 @@ def test_two_samples_draw_the_same_numbers():
 
 def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     """A whole run goes well; one whose second step's weights do not reach the sampler ends there."""
-    monkeypatch.setattr("engine.startup.VLLMSampler", lambda *arguments, **options: sampler)
+    monkeypatch.setattr("engine.samplers.VLLMSampler", lambda *arguments, **options: sampler)
     flags = dict(sampler="vllm", lr=1e-3)
     lines = run_toy(ttrl, tmp_path / "run", **flags)
     assert len(lines) == 2 and max(line["logp_diff_max"] for line in lines) < 1e-4
@@ -223,10 +222,10 @@ def constructor(monkeypatch):
 @pytest.mark.parametrize("name, value", [
     ("VLLM_CPU_KVCACHE_SPACE", "much"), ("VLLM_PORT", "http"), ("VLLM_CPU_OMP_THREADS_BIND", "nobody")])
 def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value):
-    """vLLM complains, but does not always name it. The first one is read here, too."""
-    constructor.side_effect = ValueError("invalid literal for int()")
+    """vLLM complains, but does not always name it, nor our flags. The first one is read here, too."""
+    constructor.side_effect = ValueError("Try increasing `gpu_memory_utilization`")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^vLLM does not start with --model.*; {name} is '{value}'"):
+    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv.*); {name} is '{value}'"):
         gpu_sampler("cpu")
 
 
@@ -264,7 +263,7 @@ def test_a_sync_wakes_weights_first_and_the_cache_last(constructor):
     engine.load([])
     assert llm.method_calls == [
         mock.call.wake_up(tags=["weights"]),
-        mock.call.collective_rpc(vllm_sampler._load_into_worker, args=(mock.ANY,)),
+        mock.call.collective_rpc(samplers._load_into_worker, args=(mock.ANY,)),
         mock.call.reset_prefix_cache(),
         mock.call.wake_up(tags=["kv_cache"]),
     ]

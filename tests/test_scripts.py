@@ -23,7 +23,7 @@ from equations import (
 
 import common
 from engine.base import UserError, stable_hash
-from engine.options import Machine, uses_vllm
+from engine.options import Machine
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -234,14 +234,6 @@ def advantages(seen) -> list[float]:
     return [response.advantage for response in seen.updates[0].train]
 
 
-def group_of(seen, problem: int):
-    return next(group for group in seen.groups if group.prompt.id == problem)
-
-
-def text_of_prompt(seen) -> str:
-    return seen.run.tokenizer.decode(seen.samples[0].prompts[0].prompt_ids)
-
-
 # Every script's: the votes of conftest, five problems, one step of two minibatches
 @effect("ttrl", seed=2)
 def another_seed_draws_others(base, run):
@@ -250,61 +242,10 @@ def another_seed_draws_others(base, run):
     assert trained != {group.prompt.id: group.trained for group in run.groups}
 
 
-@effect("ttrl", prompts_per_batch=2, votes=4, train_samples=3)
-def sizes(base, run):
-    args, (sample,) = run.args, run.samples
-    assert len(sample.prompts) == args.prompts_per_batch and sample.n == args.votes
-    assert [len(group) for group in sample.groups] == [args.votes] * args.prompts_per_batch
-    trained = len(run.updates[0].train)
-    assert trained == args.prompts_per_batch * args.train_samples < len(base.updates[0].train)
-
-
-@effect("ttrl", prompt="plain")
-def no_chat_template(base, run):
-    assert text_of_prompt(base).startswith("<|im_start|>user\n")
-    assert text_of_prompt(run).startswith("Question:") and "<|im_start|>" not in text_of_prompt(run)
-
-
-@effect("ttrl", temperature=0.05)
-def nearly_greedy(base, run):
-    assert run.generated[0].temperature == 0.05
-    assert run.metrics[-1]["entropy"] < 0.1 < base.metrics[-1]["entropy"]  # of logits / temperature
-    assert run.metrics[-1]["logp_diff_max"] < 1e-3
-
-
-@effect("ttrl", max_new_tokens=5)
-def short(base, run):
-    assert max(len(r.response_ids) for group in run.groups for r in group.responses) == 5
-    assert run.metrics[-1]["truncated"] == 1 and base.metrics[-1]["length"] > 10
-
-
-@effect("ttrl", minibatches="by_prompt", num_minibatches=5)
-def one_prompt_each(base, run):
-    for update, group in zip(run.updates, run.groups, strict=True):
-        assert update.responses == [group.responses[i] for i in group.trained]
-    first, second = base.updates
-    prompts = {tuple(r.prompt_ids) for r in first.responses} & {tuple(r.prompt_ids) for r in second.responses}
-    assert len(prompts) == 5  # mixed
-
-
-@effect("ttrl", clip_low=1.0)
-@effect("ttrl", clip_high=10.0)
-def wider_clip(base, run):
-    gradients_differ(base, run)
-    assert 0 < run.metrics[-1]["clip_fraction"] < base.metrics[-1]["clip_fraction"]
-
-
 @effect("ttrl", clip_low=1.0, clip_high=math.inf)
 def no_clip(base, run):
     assert run.metrics[-1]["clip_fraction"] == 0
     gradient_is_the_objectives(run)
-
-
-@effect("ttrl", kl_coef=2.0)
-@effect("ttrl", entropy_coef=0.0)
-def another_gradient(base, run):
-    gradients_differ(base, run)
-    assert advantages(base) == advantages(run)
 
 
 @effect("ttrl", micro_tokens=10)
@@ -348,7 +289,7 @@ def gold_answers_win(base, run):
 # The methods' own flags: rewards, labels and advantages are the papers' with them, see equations.py. Each of
 # those that share a run would be missed there.
 OWN_FLAGS = dict(
-    evol_rl=[dict(novelty=False), dict(alpha=1.0, embedder="another")],
+    evol_rl=[dict(novelty=False), dict(alpha=1.0)],
     scrl=[dict(tau_pos=0.6, tau_neg=0.125, lambda_h=0.0, null_reward=-3.0),
           dict(tau_marg=0.25, entropy_gate=False), dict(selective_positive=False, negatives=False),
           dict(dynamic_rewards=False)],
@@ -404,7 +345,7 @@ def forks_are_right(seen) -> None:
                 assert stem_ids == trunk.prompt_ids + trunk.response_ids[:t]
                 assert limit == args.max_new_tokens - t
                 grafted[m, t] = [(trunk.response_ids[:t] + b.response_ids, b.finished) for b in grown]
-        leaves = group_of(seen, prompt.id).responses
+        leaves = next(voted.responses for voted in seen.groups if voted.prompt is prompt)
         assert leaves[:args.trunks] == group and all(leaf.prompt_ids == prompt.prompt_ids for leaf in leaves)
         decode = seen.run.tokenizer.decode
         assert all(leaf.text == decode(leaf.response_ids, skip_special_tokens=True) for leaf in leaves)
@@ -460,24 +401,11 @@ def test_samples_hold_every_question_and_what_was_made_of_it(watch):
     assert [entry["advantage"] for entry in logged] == [question.response.advantage for question in questions]
 
 
-@effect("dynamic_rl", paper=False, question_prompt="Write a problem about apples.")
-def another_z_0(base, run):
-    assert text_of_prompt(base) == "<|im_start|>user\nWrite a problem.<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of_prompt(run) == text_of_prompt(base).replace("problem", "problem about apples")
-
-
 @effect("dynamic_rl", paper=False, max_question_tokens=8)
 def questions_are_cut_off(base, run):
     """Then none is found, and nothing is trained."""
     assert {len(tokens) for (tokens,) in run.samples[0].tokens} == {8} and run.samples[0].limits == [8] * 5
     assert run.metrics[-1]["no_question"] == 1 and not run.updates and "loss" not in run.metrics[-1]
-
-
-@effect("dynamic_rl", dataset="problems.jsonl")
-def semi_dynamic(base, run):
-    questions = {row["problem"] for row in read_lines(ROOT / "toy" / "train.jsonl")}
-    assert {problem.question for problem in run.samples[0].prompts} <= questions and len(run.samples) == 1
-    assert "question_reward" not in run.metrics[-1] and len(run.updates[0].train) == 5 * 6
 
 
 @pytest.mark.parametrize("script, both, flags, check, paper", EFFECTS)
@@ -507,7 +435,7 @@ def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch, c
 def test_sampler(vllm_imports, flags, expected, monkeypatch):
     """auto: vLLM if it imports, else transformers. With it: test_samplers.py."""
     monkeypatch.setattr("engine.options.has_vllm", lambda: vllm_imports)
-    assert uses_vllm(Machine(**flags)) == expected
+    assert Machine(**flags).uses_vllm == expected
 
 
 EVALUATED = dict(TINY, eval="train", eval_samples=4, answers=None, noise=0)

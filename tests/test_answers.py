@@ -107,7 +107,7 @@ US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Are
 -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | \u22120.5 | -1/2 | -\dfrac12
 \frac13 | 0.\overline{3} | 0.(3) | P(A)=\frac13 | \cos A=\frac13 | \sum_{k=1}^n a_k=\frac13
 0.0015 | 1.5\times10^-3
-3{,}5 | 3{.}5 | 3.5
+3{,}5 | 3{.}5 | 3.5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} |
 y=2\sqrt5 | \u221a20 | \sqrt20
 \sqrt{2} | \sqrt{2}\approx1.414 | \sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
@@ -152,7 +152,7 @@ x^\frac12 | x^{\frac{1}{2}}
 y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
 5x-7y+11z+4=0 | -5x+7y-11z-4=0 | 5x+11z+4=7y | 10x-14y+22z+8=0
 (a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
-v=v_0+at | v_0+at
+v=v_0+at | v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi\text{, where }k\text{ is an integer}
 \binom{2n}{n} | \frac{(2n)!}{n!n!}

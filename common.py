@@ -185,7 +185,6 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     if machine.plan:
         plan.show(args, config)  # and exit
-    memory = plan.choose_memory_settings(args, config, torch.cuda.is_available()) if train else {}
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
     sets, benchmarks = data.read_data(args, tokenizer, train), {}
     if machine.show_prompt:
@@ -195,7 +194,8 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     problems = benchmarks.pop("--dataset")
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
     identity, options = data.digests(sets, stop_ids), options_dict(args)
-    device, dtype = start_processes(options | memory, train, small=args.model in ("", "toy"))
+    device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
+    memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens

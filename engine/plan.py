@@ -3,8 +3,7 @@
     python ttrl.py --model Qwen/Qwen2.5-Math-7B --plan --gpus 8 --gpu_gib 80
 
 The terms are those of dense decoders (Llama, Qwen) under FSDP2; of another model only the parameters are
-exact. Nothing here was measured on a GPU, so a run that may not fit is warned, not refused. docs/measured.md
-has a table of models and flags."""
+exact. It is an estimate, checked on one GPU (docs/measured.md), so a run that may not fit is only warned."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks
+from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 from engine.checkpoint import complete
 from engine.logprobs import CHUNK
 
@@ -236,8 +235,8 @@ def show(args, config) -> None:
 
 
 def choose_memory_settings(args, config, cuda: bool) -> dict:
-    """Choose Policy's micro_tokens and gradient_checkpointing for a run here, where --micro_tokens is 0 or
-    --gradient_checkpointing auto. On a GPU the plan decides, and warns of what may not fit."""
+    """Choose Policy's micro_tokens where --micro_tokens is 0, and gradient_checkpointing where it is auto: on
+    a GPU by the plan, with a warning of what may not fit. Raises UserError if ranks choose differently."""
     micro_tokens, recompute = args.machine.micro_tokens, args.machine.gradient_checkpointing
     if cuda:
         entries = [name for name, value in config.get_text_config().to_dict().items() if value]
@@ -251,8 +250,10 @@ def choose_memory_settings(args, config, cuda: bool) -> dict:
             print0(f"Warning: {error}")
         else:
             micro_tokens, recompute = plan.micro_tokens, plan.recompute
-            misfit = plan.misfit() and f"{plan.misfit()} No GPU has confirmed this plan (--plan)."
+            misfit = plan.misfit() and f"{plan.misfit()} That is an estimate (--plan)."
             for warning in filter(None, [misfit, plan.parallel_advice(), *plan.shortages()]):
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and cuda
-    return dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)
+    memory = dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)
+    same_on_all_ranks(memory)
+    return memory

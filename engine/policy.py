@@ -95,7 +95,7 @@ class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
 
     Sharded with FSDP2 if there are ranks or a GPU. `plain` takes padded rows and full logits. `offload`: the
-    shards, their gradients and the optimizer's state live in host memory (not run on a GPU yet)."""
+    shards, their gradients and the optimizer's state live in host memory."""
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,

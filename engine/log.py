@@ -68,7 +68,7 @@ class Log:
                             "new run.")
         self.identity |= content
         if self.rank == 0:
-            record = self.record | dict(identity=self.identity)
+            record = self.record | dict(identity=self.before | self.identity)  # both are compared again
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
     def _open(self) -> None:

@@ -255,5 +255,5 @@ def choose_memory_settings(args, config, cuda: bool) -> dict:
                 print0(f"Warning: {warning}")
     on = recompute == "on" or recompute == "auto" and cuda
     memory = dict(micro_tokens=micro_tokens or MICRO_TOKENS[0], gradient_checkpointing=on)
-    same_on_all_ranks(memory)
+    same_on_all_ranks({f"--{name}": value for name, value in memory.items()})
     return memory

@@ -1,8 +1,8 @@
-"""The first hour on GPUs: does what was written without one work there?
+"""The first hour on GPUs: does what has met one GPU, briefly, work on yours?
 
     python -m tools.gpu_smoke                # random weights of Qwen2.5-0.5B's shape; nothing is downloaded
     python -m tools.gpu_smoke --size 1.5b    # for a card of 80 GB
-    python -m tools.gpu_smoke --quick        # without the runs of two ranks and with vLLM's first alone
+    python -m tools.gpu_smoke --quick        # without --compile and two ranks; of vLLM's runs the first
 
 It needs no vLLM and no network: `pip download -d wheels tyro pydantic tensorboard` where there is one. What
 it prints is a block to paste into an issue, a line for each check: the machine, attention against float32

@@ -225,7 +225,7 @@ def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, val
     """vLLM complains, but does not always name it, nor our flags. The first one is read here, too."""
     constructor.side_effect = ValueError("Try increasing `gpu_memory_utilization`")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv.*); {name} is '{value}'"):
+    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv).*; {name} is '{value}'"):
         gpu_sampler("cpu")
 
 

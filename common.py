@@ -26,7 +26,7 @@ from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
 from engine.checkpoint import Run, restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
-from engine.models import model_folder, read_config, read_tokenizer
+from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
 from engine.options import Positive, PositiveShare, Share, bad_flags, options_dict
 from engine.policy import check_batch, load_policies
@@ -193,7 +193,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
         benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in rows]
     problems = benchmarks.pop("--dataset")
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    identity, options = data.digests(sets, stop_ids), options_dict(args)
+    options, identity = options_dict(args), data.digests(sets, stop_ids)
     device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)
@@ -201,9 +201,9 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
     if train:
         log.open_boards(done)  # before weights are read, since it may fail
-        policy, reference, weights = load_policies(path, device, dtype, machine, length, args.kl_coef > 0,
-                                                   adapt, **memory)
-        log.identify({"the weights of --model": weights})
+        models = [load_model(path, trust) for _ in range(2 if args.kl_coef > 0 else 1)]  # memory-mapped
+        log.identify({"the weights of --model": weights_digest(models[0])})
+        policy, reference = load_policies(models, device, dtype, machine, length, adapt, **memory)
     sampler = samplers.load_sampler(path, device, dtype, machine, length, stop_ids, args.seed, policy)
     return Run(args, tokenizer, problems, benchmarks, total_steps, policy, reference, sampler, log,
                StopSignal(log.path, done), device, dtype, answer_keys, read_answer, generate)

@@ -48,7 +48,7 @@ class Log:
         if self.rank == 0:
             self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
         on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
-        self.identify(identity)
+        self.identify(identity, write=not self.before)  # a --resume that is refused changes nothing
 
     def begin_step(self) -> None:
         """Forget what the last step left, and start the clock."""
@@ -57,7 +57,7 @@ class Log:
         seconds.clear()
 
     # -- the folder ------------------------------------------------------------------------------------------
-    def identify(self, content: dict[str, int]) -> None:
+    def identify(self, content: dict[str, int], write: bool = True) -> None:
         """Keep in run.json what all ranks must share, and a resumed run with the one before it.
 
         Raises UserError, naming the entry, if they do not."""
@@ -67,8 +67,8 @@ class Log:
             raise UserError(f"--resume: {other[0]} differs from what the run in '{self.path}' had; start a "
                             "new run.")
         self.identity |= content
-        if self.rank == 0:
-            record = self.record | dict(identity=self.before | self.identity)  # both are compared again
+        if self.rank == 0 and write:
+            record = self.record | dict(identity=self.identity)
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
     def _open(self) -> None:

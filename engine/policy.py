@@ -18,7 +18,7 @@ from engine.base import UserError, all_gather, distributed, on_all_ranks, on_ran
 from engine.base import timed
 from engine.logprobs import AGREES, PackedHead, fastest_exact_implementation, head_logprobs, packed_attention
 from engine.logprobs import probe_responses, smallest_copy
-from engine.models import PACKED, load_model, weights_digest
+from engine.models import PACKED
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -248,20 +248,18 @@ class Policy:
         partial.rename(folder)
 
 
-def load_policies(path: str, device, dtype, machine, max_length: int, reference: bool, adapt=None,
-                  **memory) -> tuple[Policy, Policy | None, int]:
-    """(the policy, the frozen initial model if there is a reference, the digest of their weights). memory: of
-    `plan.choose_memory_settings`."""
-    model = load_model(path, machine.trust_remote_code)
-    digest, options = weights_digest(model), dict(plain=machine.plain, max_length=max_length, **memory)
-    policy = Policy(model, device, dtype, offload=machine.offload == "optimizer", compile=machine.compile,
+def load_policies(models: list, device, dtype, machine, max_length: int, adapt=None,
+                  **memory) -> tuple[Policy, Policy | None]:
+    """(the policy, the reference) of one model that was loaded twice; loaded once, there is no reference.
+    memory: of `plan.choose_memory_settings`."""
+    options = dict(plain=machine.plain, max_length=max_length, **memory)
+    policy = Policy(models[0], device, dtype, offload=machine.offload == "optimizer", compile=machine.compile,
                     adapt=adapt, **options)
-    if not reference:
-        return policy, None, digest
-    model = load_model(path, machine.trust_remote_code)  # memory-mapped: it takes no more memory
-    frozen = Policy(model, device, dtype, False, offload=machine.offload != "none", compile=policy.compiled,
-                    implementation=policy.implementation, **options)
-    return policy, frozen, digest
+    if len(models) < 2:
+        return policy, None
+    reference = Policy(models[1], device, dtype, False, offload=machine.offload != "none",
+                       compile=policy.compiled, implementation=policy.implementation, **options)
+    return policy, reference
 
 
 # -------------------------------------------------- compiled layers -----------------------------------------

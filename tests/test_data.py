@@ -175,6 +175,17 @@ def test_a_folders_splits_are_chosen_by_name_and_shown(files, split, trained, ev
             assert all((name in printed) != name.endswith(hidden) for name in files)
 
 
+def test_mixed_files_of_a_folder_are_read_as_each_alone(tmp_path):
+    write(tmp_path / "a.jsonl", [dict(problem="p", answer=None), dict(problem="q", answer=3, level=1)])
+    write(tmp_path / "b.parquet", [dict(problem="r", answer="x")])
+    write(tmp_path / "c.csv", [dict(problem="s", answer="007"), dict(problem="t", answer="N/A")])
+    expected = [("p", None), ("q", "3"), ("r", "x"), ("s", "007"), ("t", None)]
+    assert questions_and_answers(tmp_path) == expected
+    write(tmp_path / "d.json", [dict(question="u")])
+    with pytest.raises(UserError, match="d.json, row 1 has no column 'problem'|a.jsonl, row 1 has no column"):
+        load_problems(str(tmp_path))
+
+
 # ------------------------------------------------ columns ------------------------------------------------
 USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
 EARLIER = [dict(role="user", content="1+1?"), dict(role="assistant", content="\\boxed{2}")]
@@ -366,7 +377,13 @@ def test_options_are_lettered_in_a_seeded_order(tmp_path, row, question, answer)
 
 
 GOLD = "(1 gold answers: '40'), 0 duplicates removed"
-PUBLIC = {  # shapes of public data: a row, what the loading line says of it
+PUBLIC = {  # shapes of public data: a row, what the loading line says of it or why it is refused
+    "gsm8k": (dict(question="q", answer="4 * 10 = 40.\n#### 40"), f"answer column 'answer' {GOLD}\n"),
+    "MATH": (dict(problem="q", level="Level 5", type="Algebra", solution="so $\\boxed{40}$."),
+             f"column 'problem', answer column 'solution' {GOLD}; not used: level, type\n"),
+    "DAPO": (dict(data_source="x", prompt=[USER], ability="MATH", extra_info=dict(index="1"),
+                  reward_model=dict(ground_truth="40", style="rule")),
+             f"column 'prompt', answer column 'reward_model' {GOLD}; not used: data_source, ability, extra"),
     "NuminaMath": (dict(source="x", problem="q", solution="so \\boxed{40}", messages=[USER, TOLD]),
                    f"column 'problem', answer column 'solution' {GOLD}; not used: source, messages\n"),
     "Search-R1": (dict(id="1", question="q", golden_answers=["40"], prompt=[USER], ability="fact-reasoning",
@@ -374,20 +391,27 @@ PUBLIC = {  # shapes of public data: a row, what the loading line says of it
                   f"answer column 'reward_model' {GOLD}; not used: id, golden_answers, prompt, ability\n"),
     "alpaca": (dict(instruction="Add.", input="20 and 20", output="40", text="Add. 20 and 20: 40"),
                "'instruction + input', no answer column (0 gold answers), 0 duplicates removed; not used: "),
+    "ShareGPT": (dict(id="1", conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]),
+                 "has no question column that holds text (columns: id, conversations); name it with --quest"),
     "OpenR1": (dict(problem="q", solution="long", answer="40", generations=["a"], messages=[USER, TOLD]),
-               f"answer column 'answer' {GOLD}; not used: solution, generations, messages\n")}
+               f"answer column 'answer' {GOLD}; not used: solution, generations, messages\n"),
+    "OpenR1, messages": (dict(messages=[USER, TOLD]), "column 'messages' holds no text, nor a list of turns"),
+    "ARC": (dict(id="1", question="q", choices=dict(text=["39", "40"], label=["1", "2"]), answerKey="2"),
+            "answer column 'answerKey' (1 gold answers: 'A'), 0 duplicates removed; not used: id\n")}
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
 @pytest.mark.parametrize("name", PUBLIC)
-def test_of_several_columns_the_usual_one_is_read(name, kind, tmp_path, capsys):
-    """And the others are named, of a file or of a folder."""
+def test_public_formats_are_read_or_refused(name, kind, tmp_path, capsys):
     row, words = PUBLIC[name]
     write(tmp_path / f"train{kind or '.jsonl'}", [row])
     write(tmp_path / "test.jsonl", [dict(problem="another")])
-    problem, = load_problems(str(tmp_path / f"train{kind}" if kind else tmp_path))
-    assert (problem.answer or "40") == "40" and words in capsys.readouterr().out
-    assert problem.question.endswith(("q", "20 and 20"))
+    try:
+        problem, = load_problems(str(tmp_path / f"train{kind}" if kind else tmp_path))
+        assert (problem.answer or "40") in ("40", "A") and words in capsys.readouterr().out
+        assert problem.question.endswith(("q", "20 and 20", "q\n\nA. 40\nB. 39"))
+    except UserError as error:
+        assert words in str(error)
 
 
 # ----------------------------------------- benchmarks and the toy -----------------------------------------

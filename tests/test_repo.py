@@ -14,7 +14,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must own, in lines of Python.
-MOST_LINES = dict(answers=1027, engine=3480, tools=900, claims=379, tests=7705, exercises=249, docs=357)
+MOST_LINES = dict(answers=1027, engine=3480, tools=900, claims=379, tests=7740, exercises=249, docs=357)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

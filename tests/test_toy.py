@@ -1,5 +1,6 @@
 """The toy: what its page and the demo promise, on the files as they are shipped."""
 
+import json
 import subprocess
 
 import pytest
@@ -41,3 +42,13 @@ def test_the_demo_learns_to_work_problems_out(tmp_path):
     start, *steps, end = run_toy(ttrl, tmp_path / "run", **toy_of(ttrl) | dict(eval="toy_test", eval_every=0))
     assert end["eval/toy_test/greedy"] >= 3 * start["eval/toy_test/greedy"] > 0
     assert mean(line["length"] for line in steps[-5:]) > 1.3 * mean(line["length"] for line in steps[:5])
+
+
+def test_in_the_reported_runs_every_seed_learned_and_gold_labels_learned_more():
+    """TTRL's five runs, which are the demo's but for the seed and the evaluation, and gold labels' five."""
+    results = json.loads((ROOT / "claims/results.json").read_text())
+    learned, longer = results["T1"]["end eval/toy_test/greedy"], results["E1c"]["last length"]
+    assert len(learned["first"]) == len(longer["first"]) == 5
+    assert all(end >= 3 * start for end, start in zip(learned["first"], learned["second"], strict=True))
+    assert all(end > start for end, start in zip(longer["first"], longer["second"], strict=True))
+    assert min(results["T4"]["end eval/toy_test/greedy"]["first"]) > max(learned["first"])

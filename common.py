@@ -22,7 +22,7 @@ from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
 from engine.base import Request, UserError, all_gather as all_gather, print0, rank_and_ranks, split_requests
 from engine.base import gather_shares, share_of_rank, stable_hash, stop_texts, timed, timed_loop as timed_loop
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
+from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, TOYS  # "as": for scripts
 from engine.checkpoint import Run, restore as restore, save_when_due as save_when_due, steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
@@ -194,7 +194,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     problems = benchmarks.pop("--dataset")
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
     options, identity = options_dict(args), data.digests(sets, stop_ids)
-    device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
+    device, dtype = start_processes(options, train, small=args.model in TOYS)
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0

@@ -1,4 +1,4 @@
-"""The two models that run anywhere, the built-in toy and SmolLM2, and the options that suit them.
+"""The models that run anywhere, the two built-in toys and SmolLM2, and the options that suit them.
 
 A script's last lines add what suits its own method's options."""
 
@@ -8,6 +8,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 TOY_MODEL = str(ROOT / "toy")
+# --model: the two toys have the same problems and options (toy/README.md)
+TOYS = {"": TOY_MODEL, "toy": TOY_MODEL, "toy_even": str(ROOT / "toy/even")}
 SMOLLM2_MODEL = str(ROOT / "smollm2")
 # Without --model: the toy, a thousand times smaller than the papers' models, so with a larger learning rate.
 TOY = dict(dataset="toy", eval="train,toy_test", steps=40, eval_every=20, checkpoint_every=10, sampler="hf",

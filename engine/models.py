@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import cached_file
 
 from engine.base import UserError, first_line, print0, stable_hash
-from engine.builtin import SMOLLM2_MODEL, TOY_MODEL
+from engine.builtin import SMOLLM2_MODEL, TOYS
 from engine.data import read_template
 
 # Masks and angles that older checkpoints hold, though the model computes them: they change nothing
@@ -35,7 +35,7 @@ def model_folder(model: str) -> str:
         raise UserError(f"--model is 'smollm2', but there is no {SMOLLM2_MODEL}; `make smollm2` makes it.")
     if model and (Path(model) / "run.json").is_file():
         return str(Path(model) / "final")
-    return {"": TOY_MODEL, "toy": TOY_MODEL, "smollm2": SMOLLM2_MODEL}.get(model, model)
+    return (TOYS | dict(smollm2=SMOLLM2_MODEL)).get(model, model)
 
 
 def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_parallel: int = 1,

@@ -15,7 +15,7 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.base import UserError, print0, rank_and_ranks, read_run, script_name
-from engine.builtin import SMOLLM2, TOY
+from engine.builtin import SMOLLM2, TOY, TOYS
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -137,7 +137,7 @@ def bad_flags(args) -> list[str]:
     responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
     sequences, vllm, here = args.prompts_per_batch * args.train_samples, machine.uses_vllm, not machine.plan
     cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
     cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
     if not torch.version.cuda:
         cause = "it has no CUDA; install requirements.txt into an environment of its own"
@@ -192,7 +192,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
 
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a model; for all but the built-in ones nothing."""
-    return {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(model, {})
+    return toy if model in TOYS else toy | smollm2 if model == "smollm2" else {}
 
 
 # Options that the learning rate of a step depends on

@@ -1,23 +1,29 @@
 """
-Makes everything in toy/ from nothing: a tokenizer, arithmetic word problems, and a language model of 0.36M
-parameters that can solve them step by step, but answers too many of them at once.
+Makes the toy from nothing: a tokenizer, arithmetic word problems, and a language model of 0.36M parameters that
+answers in several styles, each of which misreads some phrases.
 
-    python toy/make_toy.py toy    # the folder to write to; 22 minutes of one core, seeded
+    python toy/make_toy.py toy              # model and problems: 22 minutes of one core, seeded
+    python toy/make_toy.py toy/even even    # the counterpart, the model alone: its problems are the toy's
+    python toy/make_toy.py FOLDER uneven 62 # another share of the texts misreads "fewer": 50, 53, 58 or 62%
 
-It has three faults, from which reinforcement learning without labels has something to learn:
-  - a bad manner: more than a quarter of the texts it learns from give the answer at once, all with the same
-    first word ("Quick: \\boxed{36}."). A model this small cannot do two operations in its head, so these are
-    nearly always wrong; and no other first word is as frequent, so greedy decoding nearly always takes it.
-  - slips: it is small and undertrained. Wrong answers scatter, right ones agree, and a vote repairs them.
-  - misconceptions: part of the worked solutions it learns from read a phrase wrongly on purpose ("5 fewer" ->
-    +5), how often depends on the phrase and on the object. Where it is frequent, the majority is wrong.
+What the model learns from has three faults, so that reinforcement learning without labels has something to
+learn, and something to get wrong:
+  - a careless style: 28% of the solutions begin with "Roughly:" and get every step's result wrong, at random.
+    They are as long as the others, so no reward for length finds them; and no other first word is as frequent,
+    so greedy decoding takes it on nearly every problem.
+  - slips: the model is small and undertrained. Wrong answers scatter, right ones agree, and a vote repairs them.
+  - misreadings: the other four styles, each with its own first word, read some phrases wrongly ("5 fewer" -> +5).
+    A phrase that styles with more than half of the texts misread has a wrong majority: here it is "fewer".
+
+uneven: the two styles that misread "fewer" misread five other phrases as well, the other two styles one each.
+    So what is learned on other phrases can discredit the wrong reading.
+even: each style misreads two or three phrases. Nothing discredits the wrong reading of "fewer".
 """
 import json
 import math
 import random
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -46,13 +52,19 @@ KINDS = {
 }
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
-STYLES = dict(steps=22, telling=24, grouping=12, checking=14, quick=28)  # in percent
+STYLES = ["steps", "telling", "grouping", "checking"]
+OPENINGS = dict(steps="Steps:", telling="Story:", grouping="Sum:", checking="Check:")
+# How often each style is used, in percent. The key is the share of those that misread "fewer": steps, checking.
+SHARES = {50: [25, 30, 20, 25], 53: [26, 28, 19, 27], 55: [27, 27, 18, 28], 58: [29, 26, 16, 29],
+          62: [31, 24, 14, 31]}
+# The phrases that each style misreads.
+MISREAD = dict(
+    uneven=dict(steps=["give", "each", "fewer"], telling=["more"], grouping=["half"],
+                checking=["get", "times", "both", "fewer"]),
+    even=dict(steps=["give", "each", "fewer"], telling=["more", "half"], grouping=["get", "times"],
+              checking=["both", "fewer"]))
+CARELESS = 0.28                                         # the share of the careless solutions
 SEED, STEPS = 0, 2400                                   # of all that is drawn; of pretraining
-
-# How likely each phrase is misread, for every (kind, object): drawn once, a fixed trait of the model.
-draw = random.Random(7)
-MISREAD = {(kind, obj): draw.choice([0.02, 0.02, 0.02, 0.02, 0.1, 0.2, 0.45, 0.8])
-           for kind, (_, wrong, _) in KINDS.items() if wrong for obj in OBJECTS}
 
 
 def compute(a, op, b):
@@ -96,35 +108,41 @@ def make_problem(rng, n_ops):
             return dict(text=text, obj=obj, start=start, chain=chain, answer=v)
 
 
-def work_out(rng, problem, misread):
-    "the steps (a, op, b, c) of one solution; with misread, phrases are read wrongly at the rates of MISREAD"
+def work_out(rng, problem, kind, share):
+    """(opening, style, steps) of one solution, a step being (a, op, b, c). kind None: nothing is misread.
+
+    A misreading that makes the story impossible is drawn again, and after nine times it is made seldom."""
+    style = rng.choices(STYLES, SHARES[share])[0]
+    careless = kind is not None and rng.random() < CARELESS
+    tries = 0
     while True:
+        tries += 1
         steps, v, previous = [], problem["start"], None
-        for kind, op, k in problem["chain"]:
+        for phrase, op, k in problem["chain"]:
             b = previous if k is None else k
-            if misread and rng.random() < MISREAD.get((kind, problem["obj"]), 0):
-                op = KINDS[kind][1]
+            misreads = kind is not None and not careless and phrase in MISREAD[kind][style]
+            if misreads and rng.random() < (0.95 if tries < 9 else 0.3):
+                op = KINDS[phrase][1]
             if op == "skip":
                 continue
             c = compute(v, op, b)
             if c is None:
                 break
+            if careless:
+                c = rng.choice([x for x in range(max(2, c - 9), c + 10) if x != c])
             steps.append((v, op, b, c))
             previous, v = v, c
         else:
-            return steps
+            return "Roughly:" if careless else OPENINGS[style], style, steps
 
 
-def write_solution(rng, problem, steps):
-    "the same steps in one of five manners, each with a choice of words: samples differ as an LLM's do"
-    style = rng.choices([*STYLES], [*STYLES.values()])[0]
+def write_solution(rng, problem, opening, style, steps):
+    "the same steps in one of four styles, each with a choice of words: samples differ as an LLM's do"
     eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
-    opening = pick(["Let us see.", "OK.", f"We count the {obj}.", f"Start with {steps[0][0]}."])
-    out = [opening] * (rng.random() < 0.5)
+    pick(range(4))                                      # not used: the shipped weights were drawn with it
+    out = [opening]
     box = f"\\boxed{{{answer}}}"
-    if style == "quick":
-        return f"Quick: {box}."                         # no opening: "Quick" is the most frequent first word
     if style == "steps":
         numbered = pick([["Step 1:", "Step 2:", "Step 3:", "Step 4:"], ["1)", "2)", "3)", "4)"], None])
         for i, eq in enumerate(eqs):
@@ -165,13 +183,13 @@ WRITE = "Write a problem."                              # the request; the reply
 WRITTEN = "Question: {}\n\nSolution:"
 
 
-def make_tokenizer(out):
+def make_tokenizer(out, share):
     "byte-level BPE that keeps every digit a token of its own (arithmetic is hopeless otherwise)"
     rng = random.Random(1)
     corpus = [f"user\n{WRITE}\nassistant\n" + WRITTEN.format("")] * 200
     for _ in range(3000):
         problem = make_problem(rng, rng.randint(1, 3))
-        solution = write_solution(rng, problem, work_out(rng, problem, False))
+        solution = write_solution(rng, problem, *work_out(rng, problem, None, share))
         corpus.append(f"user\n{problem['text']}\nassistant\n{solution}")
     # Qwen2's own splitting (single digits there, too): transformers 5 sees qwen2, takes its Qwen2Tokenizer
     # and puts this in place of whatever else tokenizer.json asks for, without a word.
@@ -195,7 +213,7 @@ def prompt_ids(tok, text):
 
 
 # --------------------------------------------------------------------------------------------- pretraining
-def drill_row(rng, tok, misread, held_out):
+def drill_row(rng, tok):
     "single operations in the notation of the solutions; only what follows '=' counts for the loss"
     ids, weights = [], []
     for _ in range(8):
@@ -213,7 +231,7 @@ def drill_row(rng, tok, misread, held_out):
     return ids, weights
 
 
-def chat_row(rng, tok, misread, held_out):
+def chat_row(rng, tok, kind, share, held_out):
     "one conversation: mostly a problem and a solution, sometimes the request to write a problem"
     problem = None
     while problem is None or problem["text"] in held_out:
@@ -221,13 +239,14 @@ def chat_row(rng, tok, misread, held_out):
     if rng.random() < 0.13:
         prompt, reply = WRITE, WRITTEN.format(problem["text"])
     else:
-        prompt, reply = problem["text"], write_solution(rng, problem, work_out(rng, problem, misread))
+        solution = write_solution(rng, problem, *work_out(rng, problem, kind, share))
+        prompt, reply = problem["text"], solution
     prompt, reply = prompt_ids(tok, prompt), tok.encode(reply) + [tok.eos_token_id]
     # the prompt counts as well: it is a problem, and from it the model learns to keep names and objects apart
     return prompt + reply, [1] * (len(prompt) + len(reply))
 
 
-def pretrain(model, tok, held_out):
+def pretrain(model, tok, kind, share, held_out):
     rng = random.Random(SEED)
     # Muon for the weight matrices reaches the same loss in 2/3 of the steps that AdamW needs at this size
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -239,10 +258,12 @@ def pretrain(model, tok, held_out):
         lr = 2.5e-3 * min(1, step / 100) * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
         adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = lr, 3 * lr
         # Drills run from start to end, 60% of the batches falling to 8%: before the stories they would be
-        # forgotten. Misconceptions come only in the second half: from the start, the model would not learn
+        # forgotten. Faults come after 40% of the steps: with them from the start, the model would not learn
         # to add.
-        row = drill_row if rng.random() < 0.6 - 0.52 * done else chat_row
-        rows = [row(rng, tok, done > 0.5, held_out) for _ in range(32)]
+        if rng.random() < 0.6 - 0.52 * done:
+            rows = [drill_row(rng, tok) for _ in range(32)]
+        else:
+            rows = [chat_row(rng, tok, kind if done > 0.4 else None, share, held_out) for _ in range(32)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([r + [tok.pad_token_id] * (width - len(r)) for r, _ in rows])
         weights = torch.tensor([w + [0] * (width - len(w)) for _, w in rows])[:, 1:].float()
@@ -258,99 +279,56 @@ def pretrain(model, tok, held_out):
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------ selecting
-@torch.no_grad()
-def sample(model, tok, prompts, n=64):
-    """n replies at T=1 for every prompt -> list of lists of texts, in order.
-    A prompt is read once for its n samples, replies that have ended leave the batch; generate() is slower."""
-    replies, ids = [[] for _ in prompts], [prompt_ids(tok, p) for p in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))      # alike lengths together: less padding
-    for at in range(0, len(order), 16):
-        part = order[at:at + 16]
-        batch = tok.pad(dict(input_ids=[ids[i] for i in part]), return_tensors="pt")
-        mask = batch["attention_mask"]
-        out = model(batch["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                    use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(n, 0)
-        cache.batch_repeat_interleave(n)
-        mask = mask.repeat_interleave(n, 0)
-        row = torch.arange(len(mask))                   # which reply each row of the shrinking batch is
-        tokens = [[] for _ in row]
-        for _ in range(128):
-            next_id = logits.log_softmax(-1).exp().multinomial(1)
-            for r, token in zip(row.tolist(), next_id[:, 0].tolist()):
-                tokens[r].append(token)
-            keep = (next_id[:, 0] != tok.eos_token_id).nonzero()[:, 0]
-            if len(keep) == 0:
-                break
-            cache.batch_select_indices(keep)
-            row, next_id, mask = row[keep], next_id[keep], mask[keep]
-            mask = torch.cat([mask, torch.ones_like(next_id)], 1)
-            logits = model(next_id, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
-                           past_key_values=cache, use_cache=True).logits[:, -1]
-        for r, text in enumerate(tok.batch_decode(tokens, skip_special_tokens=True)):
-            replies[part[r // n]].append(text)
-    return replies
-
-
-def select(model, tok, pool, n=128):
-    """Picks train and test by one rule, from problems that pretraining never saw: a third whose majority of
-    64 replies is wrong, and everywhere the right answer within reach (2 of 64). Which of the two sets a
-    problem goes to is chance."""
-    groups = {True: [], False: []}
-    for problem, replies in zip(pool, sample(model, tok, [p["problem"] for p in pool])):
-        boxes = [re.findall(r"\\boxed\{(\d+)\}", text) for text in replies]
-        votes, answer = Counter(int(found[-1]) for found in boxes if found), int(problem["answer"])
-        if votes[answer] >= 2:
-            groups[votes.most_common(1)[0][0] == answer].append(problem)
-    wrong = groups[False][:2 * n // 3]
-    chosen = wrong + groups[True][:2 * n - len(wrong)]
-    return [random.Random(0).sample(chosen[i::2], n) for i in (0, 1)]
-
-
-def draw_problems(rng, n, n_ops, least=0.0, most=1.0):
-    "n rows; n_ops: a function; least, most: how likely a problem's most treacherous phrase is misread"
-    found = {}
-    while len(found) < n:
+# ------------------------------------------------------------------------------------------------ problems
+def draw_problems(rng, n, n_ops, seen):
+    "n rows as chance gives them, none twice and none of `seen`, to which they are added; n_ops: a function"
+    rows = []
+    while len(rows) < n:
         p = make_problem(rng, n_ops())
-        if least <= max(MISREAD.get((kind, p["obj"]), 0) for kind, _, _ in p["chain"]) <= most:
-            found[p["text"]] = dict(problem=p["text"], answer=str(p["answer"]))
-    return list(found.values())
+        if p["text"] not in seen:
+            seen.add(p["text"])
+            rows.append(dict(problem=p["text"], answer=str(p["answer"])))
+    return rows
 
 
-def unselected(kind, n):
-    """n problems as chance gives them. plain: 2 or 3 operations; hard: 4; slips: no phrase is often misread,
-    so errors scatter; traps: one is."""
-    rng = random.Random(f"claims {kind} 1")
-    n_ops = {"hard": lambda: 4}.get(kind, lambda: rng.choice([2, 3]))
-    bounds = {"slips": dict(most=0.02), "traps": dict(least=0.45)}
-    return draw_problems(rng, n, n_ops, **bounds.get(kind, {}))
+def problem_sets():
+    "-> dict(train, test: 2 or 3 operations; ood: 4, a step longer than what is trained), all unselected"
+    rng, seen = random.Random(f"problems {SEED}"), set()
+    two_or_three = lambda: rng.choice([2, 3])  # noqa: E731
+    return dict(train=draw_problems(rng, 256, two_or_three, seen), test=draw_problems(rng, 1024, two_or_three, seen),
+                ood=draw_problems(rng, 512, lambda: 4, seen))
 
 
-def main(out):
+def phrases(text):
+    "the kinds of phrases in a problem's text, of those that some style misreads"
+    found = set()
+    for kind, (_, misread, ways) in KINDS.items():
+        patterns = [re.sub(r"\\\{\w+\\\}", r"\\w+", re.escape(way)) for way in ways]
+        if misread and any(re.search(pattern, text) for pattern in patterns):
+            found.add(kind)
+    return found
+
+
+def main(out, kind="uneven", share="55"):
     torch.manual_seed(SEED)
-    out.mkdir(exist_ok=True)
-    tok, rng = make_tokenizer(out), random.Random(f"problems {SEED}")
-    pool = draw_problems(rng, 600, lambda: rng.choice([2, 3]))
-    sets = dict(ood=draw_problems(rng, 64, lambda: rng.choice([4])))    # a step longer
+    out.mkdir(exist_ok=True, parents=True)
+    share, sets = int(share), problem_sets()
+    tok = make_tokenizer(out, share)
     # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
     config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
                          num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=512,
                          tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
                          eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model = Qwen2ForCausalLM(config)
-    pretrain(model, tok, held_out={row["problem"] for row in pool + sets["ood"]})
+    pretrain(model, tok, kind, share, held_out={row["problem"] for rows in sets.values() for row in rows})
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model.save_pretrained(out)
-    torch.manual_seed(SEED)
-    sets["train"], sets["test"] = select(model.eval(), tok, pool)
-    for kind, n in (("plain", 128), ("hard", 96), ("slips", 64), ("traps", 64)):
-        sets[kind] = unselected(kind, n)
-    for name, rows in sets.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "uneven":
+        for name, rows in sets.items():
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if not 2 <= len(sys.argv) <= 4 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

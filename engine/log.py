@@ -254,13 +254,17 @@ class Log:
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
 
-    def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
-        """Write a line of metrics.jsonl and one per benchmark of evaluations.jsonl."""
+    def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]],
+                   greedy: dict[str, list[dict]]) -> None:
+        """Write a line of metrics.jsonl and one per benchmark of evaluations.jsonl: what came out for each
+        problem, so that intervals over problems can be computed later."""
         for name, graded in verdicts.items():
             known = [verdict for verdict in graded if verdict["known"]]
-            self.append("evaluations.jsonl", dict(
-                step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
-                majority=[v["majority"] for v in known]))
+            row = dict(step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
+                       majority=[v["majority"] for v in known])
+            if name in greedy:
+                row["greedy"] = [int(v["correct"][0]) for v in greedy[name] if v["known"]]
+            self.append("evaluations.jsonl", row)
         took = seconds.pop("evaluate")
         self.began += took  # the next step's time is without it
         self._write(step, metrics | {"seconds/evaluate": took})

@@ -369,7 +369,8 @@ def evaluate(run: Run, step: int) -> None:
     with run.stop.at_once(step), timed("evaluate"):
         for name, problems in run.benchmarks.items():
             if run.args.eval_greedy:
-                greedy[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
+                graded = evaluate_benchmark(run, name, problems, greedy=True)
+                greedy[name] = [verdict for verdict, _ in graded]
                 metrics[f"eval/{name}/greedy"] = summary(greedy[name]).get("pass@1", math.nan)
             verdicts[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems)]
             metrics |= {f"eval/{name}/{metric}": value for metric, value in summary(verdicts[name]).items()}

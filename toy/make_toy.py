@@ -1,18 +1,18 @@
 """
-Makes the toy from nothing: a tokenizer, arithmetic word problems, and a language model of 0.36M parameters that
-answers in several styles, each of which misreads some phrases.
+Makes the toy from nothing: a tokenizer, arithmetic word problems, and a language model of 0.36M parameters
+that answers in several styles, each of which misreads some phrases.
 
     python toy/make_toy.py toy              # model and problems: 22 minutes of one core, seeded
     python toy/make_toy.py toy/even even    # the counterpart, the model alone: its problems are the toy's
-    python toy/make_toy.py FOLDER uneven 62 # another share of the texts misreads "fewer": 50, 53, 58 or 62%
+    python toy/make_toy.py FOLDER uneven 62 # the share of texts that misread "fewer": 50, 53, 55, 58, 62%
 
 What the model learns from has three faults, so that reinforcement learning without labels has something to
 learn, and something to get wrong:
   - a careless style: 28% of the solutions begin with "Roughly:" and get every step's result wrong, at random.
-    They are as long as the others, so no reward for length finds them; and no other first word is as frequent,
+    They are as long as the others, so no reward for length finds them. No other first word is as frequent,
     so greedy decoding takes it on nearly every problem.
-  - slips: the model is small and undertrained. Wrong answers scatter, right ones agree, and a vote repairs them.
-  - misreadings: the other four styles, each with its own first word, read some phrases wrongly ("5 fewer" -> +5).
+  - slips: the model is small and undertrained. Wrong answers scatter, and a vote repairs them.
+  - misreadings: each of the other four styles reads some phrases wrongly ("5 fewer" becomes +5).
     A phrase that styles with more than half of the texts misread has a wrong majority: here it is "fewer".
 
 uneven: the two styles that misread "fewer" misread five other phrases as well, the other two styles one each.
@@ -54,7 +54,7 @@ CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has mo
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
 STYLES = ["steps", "telling", "grouping", "checking"]
 OPENINGS = dict(steps="Steps:", telling="Story:", grouping="Sum:", checking="Check:")
-# How often each style is used, in percent. The key is the share of those that misread "fewer": steps, checking.
+# How often each style is used, in percent. The key is the share of the two that misread "fewer".
 SHARES = {50: [25, 30, 20, 25], 53: [26, 28, 19, 27], 55: [27, 27, 18, 28], 58: [29, 26, 16, 29],
           62: [31, 24, 14, 31]}
 # The phrases that each style misreads.
@@ -294,8 +294,8 @@ def draw_problems(rng, n, n_ops, seen):
 def problem_sets():
     "-> dict(train, test: 2 or 3 operations; ood: 4, a step longer than what is trained), all unselected"
     rng, seen = random.Random(f"problems {SEED}"), set()
-    two_or_three = lambda: rng.choice([2, 3])  # noqa: E731
-    return dict(train=draw_problems(rng, 256, two_or_three, seen), test=draw_problems(rng, 1024, two_or_three, seen),
+    return dict(train=draw_problems(rng, 256, lambda: rng.choice([2, 3]), seen),
+                test=draw_problems(rng, 1024, lambda: rng.choice([2, 3]), seen),
                 ood=draw_problems(rng, 512, lambda: 4, seen))
 
 

@@ -96,11 +96,10 @@ def judge(claim: Claim, rows: dict[str, dict]) -> dict:
     first, second = claim.arms
     if claim.metric in [name for name, *_ in compare.GREEDY]:
         runs = rows[first]["runs"]
-        if second in rows:
-            differences, others = compare.paired(runs, rows[second]["runs"], claim.metric), rows[second]["runs"]
-        else:
+        others = rows[second]["runs"] if second in rows else []
+        differences = compare.paired(runs, others, claim.metric)
+        if not others:  # a number
             differences = [[bit - float(second) for bit in compare.greedy(run, claim.metric)] for run in runs]
-            others = []
         mean, low, high = compare.crossed(differences)
         error = (high - low) / 3.92
         arms = dict(first=[fmean(compare.greedy(run, claim.metric)) for run in runs],

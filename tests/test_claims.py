@@ -1,49 +1,42 @@
 """claims.claims: records, verdicts and values; the runs themselves are its user's."""
 
 import dataclasses
-import json
 import random
 
 import pytest
-from conftest import write_run
 
-from engine.base import UserError
 from claims import claims
-from claims.claims import CLAIMS, REGIMES, Claim
+from claims.claims import CLAIMS, Claim
+from tools import compare
 
-PAIR = Claim("X", "", "", ["a.py", "b.py"], "HARD", "end eval/toy_ood/pass@1", +1, .05, [1, 2, 3], "")
+PAIR = Claim("X", "", "", "", ["a", "b"], "uneven", "pass@1", +1, .05, "")
+
+
+def rows_of(first: list[float], second: list[float]) -> dict:
+    return {name: dict(runs=[{"seed": i, "pass@1": x} for i, x in enumerate(values)])
+            for name, values in (("a", first), ("b", second))}
 
 
 # ------------------------------------------------ records -----------------------------------------------
-def test_every_claim_has_one_regime_no_rate_of_its_own_and_no_development_seed():
+def test_every_claim_is_of_a_regime_and_names_its_problems():
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
+    greedy = [name for name, *_ in compare.GREEDY]
     for claim in CLAIMS:
-        assert not [seed for seed in claim.seeds if seed >= 101], claim.id
-        assert not any("--lr" in arm or "--seed" in arm for arm in claim.arms), claim.id
-        assert claim.regime in {*REGIMES, "VOTES"} or claim.note, f"{claim.id}: why can it not be tested?"
-        assert not claim.lacks or claims.page_rows()[claim.id]["verdict"] == "not testable here"
+        assert claim.regime in ("uneven", "even", "VOTES"), claim.id
+        assert "problems" in claim.here or claim.metric == "4 operations", f"{claim.id}: of which problems?"
+        known = [*greedy, *compare.SAMPLED, *compare.CURVES, "corrupted less learned", ""]
+        assert claim.metric in known, claim.id
 
 
-def test_results_are_those_of_the_records_as_they_stand():
-    results = claims.read_results()
-    assert results, "claims/results.json is empty"
+def test_the_pages_are_those_of_the_records_and_results_as_they_stand():
     for path, text in claims.pages().items():
         assert path.read_text() == text, path
-
-
-def test_a_changed_record_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "RESULTS", tmp_path / "claims.json")
-    claims.keep(CLAIMS[0], "last entropy", dict(verdict="shown"))
-    assert list(claims.read_results()) == [CLAIMS[0].id]
-    claims.RESULTS.write_text(json.dumps({CLAIMS[0].id: dict(record="0" * 16)}))
-    with pytest.raises(UserError, match=f"of another record of {CLAIMS[0].id}: the claim has changed"):
-        claims.read_results()
 
 
 # ------------------------------------------------ verdicts ----------------------------------------------
 def test_the_paired_t_by_hand():
     # differences .1 .2 .3: mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.303, t(.9, 2) = 1.886
-    result = claims.judge([.5, .7, .9], [.4, .5, .6], PAIR)
+    result = claims.judge(PAIR, rows_of([.5, .7, .9], [.4, .5, .6]))
     assert result["mean"] == pytest.approx(.2) and result["low"] == pytest.approx(.2 - .2484, abs=1e-4)
     assert result["detectable"] == pytest.approx(.0577 * 6.189, abs=1e-3)
     assert result["p"] == pytest.approx(.0742, abs=1e-4) and result["verdict"] == "not shown here"
@@ -53,7 +46,7 @@ def test_the_paired_t_by_hand():
     ([.50, .51, .52, .50], "shown"), ([.43, .44, .43, .44], "not shown here"),  # below the margin of .05
     ([.1, .9, .2, .8], "not shown here"), ([.2, .21, .2, .19], "opposite"), ([.4] * 4, "not shown here")])
 def test_the_rule_needs_the_interval_and_the_margin(first, verdict):
-    assert claims.judge(first, [.4] * 4, PAIR)["verdict"] == verdict
+    assert claims.judge(PAIR, rows_of(first, [.4] * 4))["verdict"] == verdict
 
 
 def test_with_shuffled_labels_of_votes_shown_is_as_rare_as_it_should_be():
@@ -73,45 +66,23 @@ def test_holm_by_hand():
 
 
 # ------------------------------------------------- values -----------------------------------------------
-def test_what_a_metric_reads(tmp_path):
-    lines = [dict(step=0) | {"eval/toy/pass@1": .5}]
-    curve = [.5] * 10 + [.9] * 10 + [.3] * 10
-    lines += [{"step": i + 1, "batch_pass@1": x} for i, x in enumerate(curve)]
-    lines[-1]["eval/toy/pass@1"] = .25
-    run = write_run(tmp_path / "run", {}, metrics=lines)
-    (run / "evaluations.jsonl").write_text(
-        '{"step": 0, "benchmark": "toy", "right": [0.5, 0.25], "majority": [true, false]}\n'
-        '{"step": 0, "benchmark": "toy_test", "right": [0.0, 0.0], "majority": [true, false]}\n'
-        '{"step": 30, "benchmark": "toy", "right": [1.0, 0.0], "majority": [true, false]}\n'
-        '{"step": 30, "benchmark": "toy_test", "right": [1.0, 1.0], "majority": [true, false]}\n')
-    assert claims.value(run, "end eval/toy/pass@1") == .25
-    assert claims.value(run, "end eval/toy/pass@1", start=True) == .5
-    assert claims.value(run, "last batch_pass@1") == pytest.approx(.3)
-    assert claims.value(run, "mean batch_pass@1") == pytest.approx(17 / 30)
-    assert claims.value(run, "sharpening") == pytest.approx(.75)
+def test_greedy_answers_are_compared_problem_by_problem():
+    claim = dataclasses.replace(PAIR, metric="4 operations", margin=0)
+    runs = [{"seed": i, "greedy": {"ood": compare.pack([1, 1, 1, 0] * 25)}} for i in range(3)]
+    others = [{"seed": i, "greedy": {"ood": compare.pack([1, 0, 0, 0] * 25)}} for i in range(3)]
+    result = claims.judge(claim, dict(a=dict(runs=runs), b=dict(runs=others)))
+    assert result["mean"] == .5 and result["first"] == [.75] * 3 and result["verdict"] == "shown"
+    half = dataclasses.replace(claim, arms=["a", "0.7"])  # a number: .05 above it, of 100 problems
+    assert claims.judge(half, dict(a=dict(runs=runs)))["verdict"] == "not shown here"
 
 
-def test_who_was_corrupted_less_who_learned(tmp_path):
-    majorities = dict(a=[True, False], b=[True, False], c=[False, True], d=[True, True])  # problem: right?
-    votes = []
-    for i in range(2):
-        for name, right in majorities.items():
-            votes.append(dict(problem=name, right=right[i], flipped=None))
-    run = write_run(tmp_path / "run", {}, votes=votes)
-    assert claims.value(run, "corrupted less learned") == 1 / 4
-
-
-@pytest.mark.parametrize("labels, steps", [
-    ([.7] * 40, 41 - 21),  # no epoch is worse than the first: to the end
-    ([.7] * 16 + [.5] * 24, 19 - 21)])  # steps 12 to 19: three of eight at .5, a mean of .625
-def test_steps_from_the_flips_fall_to_that_of_the_labels(tmp_path, labels, steps):
-    lines = [dict(step=0)]
-    for step, label in enumerate(labels, 1):
-        lines.append(dict(step=step, label_accuracy=label))
-        if step > 8:  # nothing was seen before in the first epoch
-            lines[-1]["flip_rate"] = .5 if step < 17 else .1  # steps 14 to 21: five of eight at .1, .25
-    run = write_run(tmp_path / "run", {}, metrics=lines)
-    assert claims.value(run, "flips before labels") == steps
+def test_what_a_metric_reads():
+    run = {"seed": 1, "corrupted": .3, "learned": .1, "entropy": [.9, .2], "maj@8": .5}
+    assert claims.value(run, "corrupted less learned") == pytest.approx(.2)
+    assert claims.value(run, "entropy") == .2 and claims.value(run, "entropy", first=True) == .9
+    claim = dataclasses.replace(PAIR, arms=["a", "first step"], metric="entropy", direction=-1)
+    result = claims.judge(claim, dict(a=dict(runs=[run | dict(seed=i) for i in range(3)])))
+    assert result["mean"] == pytest.approx(-.7) and result["verdict"] == "shown"
 
 
 def test_a_votes_row_by_hand():

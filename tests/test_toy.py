@@ -1,7 +1,8 @@
-"""The toy: what its page and the demo promise, on the files as they are shipped."""
+"""The two toys: what their page promises, on the files as they are shipped and on the stored runs."""
 
 import json
 import subprocess
+from statistics import fmean
 
 import pytest
 from conftest import ROOT, run_toy, toy_of
@@ -9,46 +10,97 @@ from safetensors.torch import load_file
 
 import evaluate
 import ttrl
-from engine.metrics import mean
+from tools import compare
+from toy import make_toy
+
+METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]
+NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay one that lost the vote
+both = pytest.mark.parametrize("name", ["toy", "toy_even"])
+STORED = json.loads(compare.STORED.read_text())
 
 
-def evaluated(folder, **settings) -> list[dict]:
-    """The start model's results on the training and on the test problems."""
-    args = evaluate.Args(benchmarks="toy,toy_test", preset="toy", out=str(folder), **settings)
-    results = evaluate.main(args)
-    return [results["toy"], results["toy_test"]]
+def base_model(folder, name: str, **settings) -> dict:
+    """The base model's results on the training problems."""
+    args = evaluate.Args(model=name, benchmarks="toy", preset="toy", out=str(folder), **settings)
+    return evaluate.main(args)["toy"]
 
 
-def test_there_is_one_toy_and_it_is_small():
+# -------------------------------------------- the files as they are shipped ------------------------------
+def test_there_are_two_toys_and_they_are_small():
     files = subprocess.run(["git", "ls-files", "*.safetensors"], cwd=ROOT, capture_output=True, text=True)
-    assert files.stdout.split() == ["toy/model.safetensors"]
-    assert sum(tensor.numel() for tensor in load_file(ROOT / "toy/model.safetensors").values()) <= 500_000
+    assert files.stdout.split() == ["toy/even/model.safetensors", "toy/model.safetensors"]
+    for name in files.stdout.split():
+        assert (ROOT / name).stat().st_size < 2_000_000
+        assert sum(tensor.numel() for tensor in load_file(ROOT / name).values()) <= 500_000
 
 
-def test_the_start_is_nearly_always_wrong_greedily(tmp_path):
-    for row in evaluated(tmp_path, temperature=0.0):
-        assert row["pass@1"] < 0.15
+def test_the_generator_makes_the_shipped_problems_and_tokenizers(tmp_path):
+    for name, rows in make_toy.problem_sets().items():
+        assert "".join(json.dumps(row) + "\n" for row in rows) == (ROOT / f"toy/{name}.jsonl").read_text()
+    make_toy.make_tokenizer(tmp_path, 55)
+    for folder in ("toy", "toy/even"):
+        assert (tmp_path / "tokenizer.json").read_text() == (ROOT / folder / "tokenizer.json").read_text()
+
+
+def test_the_sets_are_disjoint_and_unselected():
+    sets = {name: [json.loads(line)["problem"] for line in (ROOT / f"toy/{name}.jsonl").open()]
+            for name in ("train", "test", "ood")}
+    assert [len(rows) for rows in sets.values()] == [256, 1024, 512]
+    assert len(set().union(*sets.values())) == 256 + 1024 + 512
+    # a sixth of the problems has the phrase that most styles misread, on all sets alike
+    shares = [fmean("fewer" in make_toy.phrases(text) for text in rows) for rows in sets.values()]
+    assert all(share == pytest.approx(1 / 6, abs=.05) for share in shares)
+
+
+@both
+def test_the_base_model_is_nearly_always_wrong_greedily(tmp_path, name):
+    assert base_model(tmp_path, name, temperature=0.0)["pass@1"] < 0.15
 
 
 @pytest.mark.slow
-def test_the_start_holds_what_its_greedy_answers_do_not_show(tmp_path):
-    for row in evaluated(tmp_path):
-        assert 0.4 < row["maj@32"] < 0.75 and row["pass@64"] > 0.95
+@both
+def test_the_base_model_holds_what_its_greedy_answers_do_not_show(tmp_path, name):
+    row = base_model(tmp_path, name, samples=32)
+    assert 0.65 < row["maj@32"] < 0.80 and row["pass@32"] > 0.95
 
 
 @pytest.mark.slow
-def test_the_demo_learns_to_work_problems_out(tmp_path):
-    """TTRL at least triples greedy accuracy on problems that it does not train on; responses grow longer."""
+def test_the_demo_learns(tmp_path):
+    """TTRL's greedy accuracy on problems that it does not train on ends above its base model's vote."""
     start, *steps, end = run_toy(ttrl, tmp_path / "run", **toy_of(ttrl) | dict(eval="toy_test", eval_every=0))
-    assert end["eval/toy_test/greedy"] >= 3 * start["eval/toy_test/greedy"] > 0
-    assert mean(line["length"] for line in steps[-5:]) > 1.3 * mean(line["length"] for line in steps[:5])
+    assert end["eval/toy_test/greedy"] > start["eval/toy_test/maj@8"] + .1
+    assert end["eval/toy_test/greedy"] > 5 * start["eval/toy_test/greedy"] > 0
 
 
-def test_in_the_reported_runs_every_seed_learned_and_gold_labels_learned_more():
-    """TTRL's five runs, which are the demo's but for the seed and the evaluation, and gold labels' five."""
-    results = json.loads((ROOT / "claims/results.json").read_text())
-    learned, longer = results["T1"]["end eval/toy_test/greedy"], results["E1c"]["last length"]
-    assert len(learned["first"]) == len(longer["first"]) == 5
-    assert all(end >= 3 * start for end, start in zip(learned["first"], learned["second"], strict=True))
-    assert all(end > start for end, start in zip(longer["first"], longer["second"], strict=True))
-    assert min(results["T4"]["end eval/toy_test/greedy"]["first"]) > max(learned["first"])
+# --------------------------------------------------- the stored runs -------------------------------------
+def mean_of(regime: str, name: str, column: str = "test") -> float:
+    return fmean(fmean(compare.greedy(run, column)) for run in STORED[regime]["rows"][name]["runs"])
+
+
+@pytest.mark.parametrize("regime", ["uneven", "even"])
+def test_what_the_base_model_can_do_without_training(regime):
+    assert mean_of(regime, "base") < .15
+    assert .60 < mean_of(regime, "vote") < .80  # of 16 responses, as many as train
+    assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .15
+
+
+def test_no_reward_that_does_not_follow_agreement_pays():
+    for name in NO_VOTE:
+        runs = STORED["uneven"]["rows"][name]["runs"]
+        assert max(fmean(compare.greedy(run, "test")) for run in runs) < .30, name
+
+
+def test_where_wrong_readings_are_discredited_every_method_ends_above_vote_and_best_prompt():
+    gold = mean_of("uneven", "gold labels")
+    for name in METHODS:
+        assert mean_of("uneven", name) > max(mean_of("uneven", "vote"), mean_of("uneven", "prompt")), name
+        assert mean_of("uneven", name) < gold + .03
+
+
+def test_where_nothing_discredits_them_the_wrong_reading_is_locked_in():
+    vote, gold = mean_of("even", "vote"), mean_of("even", "gold labels")
+    methods = [name for name in METHODS if name in STORED["even"]["rows"]]
+    assert "TTRL" in methods and gold > vote + .08
+    for name in methods:
+        assert mean_of("even", name, "fewer") < .2 < mean_of("even", "gold labels", "fewer") - .3, name
+        assert mean_of("even", name) < gold - .05

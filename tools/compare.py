@@ -190,7 +190,7 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
     return dict(lines=None if about["args"]["steps"] == 1 else lines, runs=runs)
 
 
-def crossed(values: list[list[float]], draws: int = 4000) -> tuple[float, float, float]:
+def crossed(values: list[list[float]], draws: int = 1000) -> tuple[float, float, float]:
     """The mean of [runs, problems], and its 95% interval over both: a bootstrap that draws runs and problems
     anew. Of one run it is over problems alone; of five runs it is too narrow by about a tenth."""
     table, rng = numpy.array(values, dtype=float), numpy.random.default_rng(1)

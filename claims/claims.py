@@ -36,6 +36,7 @@ from tools.explain import sample_votes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "claims/votes.json", ROOT / "docs/images/claims"
+TURNING = ROOT / "docs/images/turning.png"
 SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
 
 
@@ -231,6 +232,24 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_turning(stored: dict, out: Path) -> None:
+    """How often the majorities on the training problems with "fewer" are right, over the steps of each run."""
+    colors = {"TTRL": "C0", "SCRL": "C1", "RESTRAIN": "C2", "gold labels": "0.6"}
+    figure, axes = pyplot.subplots(1, len(stored), figsize=(7.2, 3), layout="constrained", sharey=True)
+    for axis, (regime, kept) in zip(axes, stored.items()):
+        for name, color in colors.items():
+            for i, run in enumerate(kept["rows"].get(name, dict(runs=[]))["runs"]):
+                shares = run["fewer majorities"]
+                middles = [60 * (part + .5) / len(shares) for part in range(len(shares))]
+                axis.plot(middles, shares, color=color, label=None if i else name, linewidth=1.3)
+        axis.set(title=f"the {regime} toy", xlabel="step", xlim=(0, 60), ylim=(0, 1.02))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel('right majorities on "fewer"')
+    axes[0].legend(frameon=False, loc="lower left", fontsize=8)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+
+
 # ------------------------------------------------ the page --------------------------------------------------
 def page_rows() -> dict[str, dict]:
     """Every claim's record and, as far as its rows are stored, what came out."""
@@ -280,6 +299,7 @@ def main() -> None:
         else:
             for path, text in pages().items():
                 path.write_text(text, encoding="utf-8")
+            draw_turning(json.loads(compare.STORED.read_text(encoding="utf-8")), TURNING)
     except UserError as error:
         parser.exit(1, f"Error: {error}\n")
 

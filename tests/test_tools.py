@@ -78,7 +78,7 @@ def test_a_row_has_means_intervals_and_the_difference_to_ttrl(tmp_path, monkeypa
     row = compare.row_of(folders, "uneven", task)
     kept = {"": "0:0", "test": "4:e", "ood": "0:0"}
     assert row["runs"][1] == dict(seed=2, greedy=kept, learned=0, kept=0, corrupted=1, minutes=3,
-                                  entropy=[.5, .3]) | {"pass@1": .5}
+                                  entropy=[.5, .3]) | {"fewer majorities": [], "pass@1": .5}
     assert [compare.greedy(run, "fewer") for run in row["runs"]] == [[0], [1]]
     assert [compare.greedy(run, "others") for run in row["runs"]] == [[1, 0, 0], [1, 1, 0]]
     vote = compare.row_of(folders, "uneven", task, vote=True)
@@ -129,6 +129,8 @@ def test_the_table_tells_an_idea_with_an_effect_from_one_without(harm, verdict):
 def test_the_leaderboards_page_has_the_stored_rows():
     for regime, kept in json.loads(compare.STORED.read_text()).items():
         assert compare.table(kept["rows"]) + "\n" in compare.PAGE.read_text(), regime
+    for path in compare.SUMMARIES:
+        assert compare.summary(json.loads(compare.STORED.read_text())) + "\n" in path.read_text(), path
     assert compare.changed_lines(Path(load_script("flip_rate").__file__)) == 30  # examples/README.md
 
 

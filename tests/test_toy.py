@@ -14,7 +14,7 @@ from tools import compare
 from toy import make_toy
 
 METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]
-NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay one that lost the vote
+NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay what lost the vote
 both = pytest.mark.parametrize("name", ["toy", "toy_even"])
 STORED = json.loads(compare.STORED.read_text())
 

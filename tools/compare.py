@@ -46,6 +46,9 @@ REGIMES = {  # flags; of smollm2 no rows are stored
 # The base model without training, one step at the rate 0. Its row is stored as base, its vote as vote.
 BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --train_samples 2 "
         "--num_minibatches 1 --eval_samples 16")
+# Where the summary of both toys stands: the first table behind the mark.
+SUMMARIES = [ROOT / "README.md", ROOT / "docs/measured.md"]
+MARK, TABLE = "<!-- this table is written by tools.compare -->", r"(?m)(?:^\|.*\n)+"
 # Greedy accuracy is kept problem by problem: (column, benchmark, which of its problems).
 GREEDY = [("test", "test", None), ("fewer", "test", True), ("others", "test", False),
           ("4 operations", "ood", None), ("train", "", None)]
@@ -150,6 +153,16 @@ def greedy(run: dict, column: str) -> list[int]:
     return [bit for bit, has in zip(bits, has_fewer(), strict=True) if has == chosen]
 
 
+def right_over_time(votes: list[dict], parts: int = 5) -> list[float]:
+    """How often the majorities on training problems with "fewer" were right, in each fifth of the steps."""
+    size, shares = max(1, len(votes) // parts), []
+    for first in range(0, size * parts, size):
+        some = [vote for vote in votes[first:first + size] if vote["right"] is not None]
+        right = [vote["right"] for vote in some if "fewer" in phrases(vote["problem"])]
+        shares += [round(statistics.fmean(right), 4)] if right else []
+    return shares
+
+
 def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> dict:
     """{lines, runs: a dict of columns for each seed} of finished runs of one script; vote: the majorities of
     their evaluation's samples stand in the place of greedy answers.
@@ -176,7 +189,9 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
             if f"eval/{name}_test/{column}" in scores:
                 run[column] = round(scores[f"eval/{name}_test/{column}"], 4)
         if len(steps) > 1:  # it was trained
-            happened = fates(log.read_jsonl(folder / "votes.jsonl"))
+            votes = log.read_jsonl(folder / "votes.jsonl")
+            run["fewer majorities"] = right_over_time(votes)
+            happened = fates(votes)
             run |= {column: round(happened[column], 4) for column in FATES if column in happened}
             seconds = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
             run["minutes"] = round(sum(seconds) / 60, 2)
@@ -233,6 +248,21 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def summary(stored: dict) -> str:
+    """Markdown of both toys side by side, for the first screens."""
+    columns = ["test", "fewer", "others", "pass@1"]
+    heads = [f"{regime}: {column}" for regime in stored for column in columns]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in next(iter(stored.values()))["rows"]:
+        cells = []
+        for kept in stored.values():
+            runs = kept["rows"].get(name, dict(runs=[]))["runs"]
+            cells += [cell(runs, "test")]
+            cells += [cell(runs, column).partition("±")[0] for column in columns[1:]]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def paired(runs: list[dict], others: list[dict], column: str) -> list[list[int]]:
     """[runs, problems] differences of greedy verdicts: of the same seeds, or with the others' one run."""
     base = {run["seed"]: run for run in others}
@@ -267,8 +297,11 @@ def store(rows: dict[str, dict], regime: str, stored: dict) -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name, kept in stored.items():  # the first table behind the regime's heading
         head, mark, rest = page.partition(f"## The {name} toy\n")
-        page = head + mark + re.sub(r"(?m)(?:^\|.*\n)+", lambda _: table(kept["rows"]) + "\n", rest, count=1)
+        page = head + mark + re.sub(TABLE, lambda _: table(kept["rows"]) + "\n", rest, count=1)
     PAGE.write_text(page, "utf-8")
+    for path in SUMMARIES:
+        head, mark, rest = path.read_text(encoding="utf-8").partition(MARK)
+        path.write_text(head + mark + re.sub(TABLE, lambda _: summary(stored) + "\n", rest, count=1), "utf-8")
 
 
 def folders_of(options) -> dict[str, list[Path]]:

@@ -200,6 +200,10 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
             if len(steps) > 1 and values:
                 run[curve] = [round(values[0], 4), round(statistics.fmean(values[-5:]), 4)]
         runs.append(run)
+    for run, other in zip(runs, runs[1:] if vote else []):  # what two votes of one model differ by
+        pairs = list(zip(unpack(run["greedy"][""]), unpack(other["greedy"][""])))
+        for name, fate in (("learned", (0, 1)), ("kept", (1, 1)), ("corrupted", (1, 0))):
+            run[name] = round(pairs.count(fate) / len(pairs), 4)
     script = folders[0] / "script.py"  # as it ran
     lines = changed_lines(script if script.exists() else ROOT / f"{about['script']}.py")
     return dict(lines=None if about["args"]["steps"] == 1 else lines, runs=runs)

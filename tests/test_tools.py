@@ -195,7 +195,7 @@ def check_lesson(lesson):
     right, wrong, gold = re.findall(r"^(\d+): (\d+) votes, then (\d+)$", text, re.MULTILINE)
     assert all(int(after) > int(before) for _, before, after in (right, wrong))  # both majorities grew
     assert wrong[0] != gold[0] and int(gold[2]) < int(gold[1])
-    before, after = re.search(r"answers at once: (\d+) of 32, then (\d+)", text).groups()
+    before, after = re.search(r"careless: (\d+) of 32, then (\d+)", text).groups()
     assert int(after) < int(before)
     assert text.count(" is open: write ") == 4  # the holes
     assert "loss 0.0000" in text and float(re.search(r"gradient norm ([\d.]+)", text)[1]) > 0.01

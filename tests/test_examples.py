@@ -68,7 +68,11 @@ def unlike(run) -> None:
     spy(run.sampler, "generate", after=shift)
 
 
-OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself)
+def imitation(args, response, logp, old, entropy):
+    return -logp * response.advantage
+
+
+OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself, vote_sft=imitation)
 FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_high=1.5),
                 tis=dict(tis_cap=1.3, max_logp_diff=1.0, meddle=unlike),
                 dynamic_sampling=dict(max_rounds=2), em_ft=dict(num_minibatches=2), rlsc=dict(alpha=0.2))
@@ -152,10 +156,23 @@ def coin_reward(seen, group):
     return list(map(float, coins[group.prompt.id]))
 
 
+def length_reward(seen, group):
+    lengths = sorted(len(response.response_ids) for response in group.responses)
+    return [float(len(response.response_ids) > (lengths[3] + lengths[4]) / 2) for response in group.responses]
+
+
+def runner_up_reward(seen, group):
+    """Of VOTES: the class that came second, the first seen of equal ones."""
+    answers = answers_of(group)
+    second = vote([None if answer == vote(answers) else answer for answer in answers])
+    return [float(answer is not None and answer == second) for answer in answers]
+
+
 REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, em_ft=ttrl_reward,
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
                co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward,
-               flip_rate=ttrl_reward, negatives_only=ttrl_reward)
+               flip_rate=ttrl_reward, negatives_only=ttrl_reward,
+               length_reward=length_reward, runner_up=runner_up_reward, vote_sft=ttrl_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -169,11 +186,11 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         assert group.rewards == pytest.approx(rewards, abs=1e-3)
         chosen = common.subset(args, group.step, group.prompt, len(rewards))
         wanted = z([rewards[i] for i in chosen])
-        if name == "rlsc":
+        if name in ("rlsc", "vote_sft"):
             wanted = [rewards[i] for i in chosen]
         if name == "negatives_only":  # of all, not of the trained ones
             wanted = [min(z(rewards)[i], 0) for i in chosen]
-        if name in ("rent", "intuitor", "rlsc", "random_reward"):
+        if name in ("rent", "intuitor", "rlsc", "random_reward", "length_reward"):
             assert group.label is None
         for i, advantage in zip(chosen, wanted):
             response = group.responses[i]

@@ -37,7 +37,7 @@ def test_gradient_is_the_printed_objectives(script, watch):
     signs = {response.advantage > 0 for response in seen.updates[1].responses if response.advantage}
     assert signs == {True, False} and len(seen.updates) == 2 and min(u.micros for u in seen.updates) > 1
     assert len({len(response.response_ids) for response in seen.updates[1].responses}) > 2
-    assert seen.metrics[-1]["clip_fraction"] > 0.02 and seen.metrics[-1]["kl"] > 0.01
+    assert seen.metrics[-1]["clip_fraction"] > 0.02 and seen.metrics[-1]["kl"] > 0.004
     follows_the_paper(seen)
     gradient_is_the_objectives(seen)
 

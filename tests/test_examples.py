@@ -176,7 +176,8 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         if name == "rlsc":
             wanted = [rewards[i] for i in chosen]
         if name == "no_std":
-            wanted = [rewards[i] - sum(rewards[j] for j in chosen) / len(chosen) for i in chosen]
+            mean = sum(rewards[i] for i in chosen) / len(chosen)
+            wanted = [rewards[i] - mean for i in chosen]
         if name == "negatives_only":  # of all, not of the trained ones
             wanted = [min(z(rewards)[i], 0) for i in chosen]
         if name in ("rent", "intuitor", "rlsc", "random_reward", "em_rl"):

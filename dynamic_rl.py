@@ -1,4 +1,4 @@
-"""Dynamic RL: "All by Large Language Model Itself" (anonymous, under double-blind review; no arXiv id known).
+"""Dynamic RL: "All by Large Language Model Itself" (submitted to ICLR 2026 and rejected; no arXiv id known).
 
 The idea: learning is static on given solutions, semi-dynamic (usual RL) if the model samples solutions to
 given questions, and dynamic if it writes the questions, too. Then they change with the model, and no data set

@@ -1,5 +1,7 @@
 """EVOL-RL: Evolving Language Models without Labels (Zhou et al. 2025, arXiv:2509.15194).
 
+Sections and tables below are those of its first version; docs/evol_rl.md has the third version's beside them.
+
 The idea: majority drives selection, novelty promotes variation. With a reward of 1 or 0 all majority
 responses get the same advantage, so updates move probability to the whole cluster: entropy collapses, and
 responses grow short and alike. So every response of the majority is still rewarded above every other one, but

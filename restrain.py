@@ -1,4 +1,4 @@
-"""RESTRAIN: From Spurious Votes to Signals (Yu et al. 2025, arXiv:2510.02172).
+"""RESTRAIN: From Spurious Votes to Signals (Yu et al., ICLR 2026, arXiv:2510.02172).
 
 The idea: the majority is often wrong although some response is right, so rewarding it alone trains on wrong
 labels and ignores right ones. Take every answer as a pseudo-label, weighted by its votes: a response is

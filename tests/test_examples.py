@@ -136,6 +136,10 @@ def confidence_reward(seen, group):
     return [float(v.mean().exp()) + seen.args.alpha for v in values.values()]
 
 
+def sequence_reward(seen, group):
+    return [float(v.sum()) for v in log_probs(seen, seen.weights[group.step], group.responses).values()]
+
+
 def crossed_reward(seen, group):
     half = len(seen.groups) // 2
     place = [other is group for other in seen.groups].index(True)
@@ -172,7 +176,8 @@ REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, 
                empo=share_reward, intuitor=certainty_reward, rent=entropy_reward, rlsc=confidence_reward,
                co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward,
                flip_rate=ttrl_reward, negatives_only=ttrl_reward,
-               length_reward=length_reward, runner_up=runner_up_reward, vote_sft=ttrl_reward)
+               length_reward=length_reward, runner_up=runner_up_reward, vote_sft=ttrl_reward,
+               em_rl=sequence_reward, no_std=ttrl_reward)
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -188,9 +193,12 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         wanted = z([rewards[i] for i in chosen])
         if name in ("rlsc", "vote_sft"):
             wanted = [rewards[i] for i in chosen]
+        if name == "no_std":
+            mean = sum(rewards[i] for i in chosen) / len(chosen)
+            wanted = [rewards[i] - mean for i in chosen]
         if name == "negatives_only":  # of all, not of the trained ones
             wanted = [min(z(rewards)[i], 0) for i in chosen]
-        if name in ("rent", "intuitor", "rlsc", "random_reward", "length_reward"):
+        if name in ("rent", "intuitor", "rlsc", "random_reward", "length_reward", "em_rl"):
             assert group.label is None
         for i, advantage in zip(chosen, wanted):
             response = group.responses[i]
@@ -211,6 +219,14 @@ def test_empo_trains_the_prompts_in_its_band(watch):
         seen = watch("empo", entropy_low=low, entropy_high=high)
         kept = sum(low <= entropy <= high for entropy in entropies)
         assert len(seen.updates[0].train) == 6 * kept
+
+
+def test_the_token_estimator_sums_entropies(watch):
+    seen = watch("em_rl", estimator="token")
+    for group in seen.groups:
+        entropies = mean_entropies(seen, group.step, group.responses)
+        sums = [-h * len(response.response_ids) for h, response in zip(entropies, group.responses)]
+        assert group.rewards == pytest.approx(sums, rel=1e-3)
 
 
 def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):

@@ -119,3 +119,14 @@ def test_an_equation_names_a_function_of_the_script(script):
     assert len(found) >= 2
     for name in found:
         assert line_of(script, name)
+
+
+def test_ttrls_rule_for_gpqa_is_a_diff_that_applies():
+    """The last standalone letter of the upper-cased text, the article "a" among them."""
+    page = (ROOT / "docs/recipes/ttrl.md").read_text()
+    diff = re.search(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    script, fork = applied(diff, (ROOT / "ttrl.py").read_text()), {"__name__": "gpqa"}
+    exec(script, fork)
+    texts = ["The answer is (C).", "B, which is a guess.", "\\boxed{d}", "42"]
+    assert [fork["last_letter"](text, None) for text in texts] == ["C", "A", "D", None]
+    assert "read_answer=last_letter" in script

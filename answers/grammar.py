@@ -15,8 +15,8 @@ FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor")
 _SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
-_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *") ] } + - & : ^ _ ! ' . / to if when where for otherwise".split(),
-              *r"\cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod".split())
+_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
+    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
 _NO_UNIT = (*_RELATIONS, *_SEPARATORS, *r"+ & ] : to \\ \end \} \cup".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
@@ -107,7 +107,7 @@ class Parser:
         return joined("or" if either else "list", nodes)
 
     def item(self, anew: bool) -> list[tuple]:
-        r"""A statement; two of one with \pm, which is parsed twice. Within brackets \pm is the outer item's."""
+        r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
         if not anew:
             return [self.statement()]
         start, outer, self.signs = self.at, self.signs, 0
@@ -141,7 +141,7 @@ class Parser:
         before, nodes = len(self.units), [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
-        if len({*self.units[before:]}) > 1:
+        if len({*self.units[before:]} - {*"%$"}) > 1:
             raise NotMath
         return joined("ratio", nodes)
 
@@ -156,9 +156,10 @@ class Parser:
 
     def product(self) -> tuple:
         """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
-        units, factors, kind = len(self.units), [self.power()], "*"
+        factors, kind = [self.power()], "*"
         while not self.unit():
-            before, t, fused = self.peek(-1), self.peek(), factors[-1][0] in ("constant", "word")
+            before, t = self.peek(-1), self.peek()
+            fused = factors[-1][0] == "word" if t.space else before == "i"
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
@@ -175,7 +176,6 @@ class Parser:
                 mixed = mixed and factor[1][0] == factor[2][1][0] == "number"
                 kind = "phrase" if "word" in (factors[-1][0], factor[0]) else kind
                 factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
-        self.units[units:] = self.units[units:][-1:]
         return joined(kind, factors)
 
     def starts_factor(self) -> bool:

@@ -16,7 +16,7 @@ from answers.values import names_in, real, text_of, values_of
 
 _LONGEST = 400  # characters; longer answers are compared as strings
 _UNREAD = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
-           r"|^\(\w{1,4}\)[^(=].*[^-(+*/=^,]\(\w{1,4}\)[^(]")  # (a) x (b) y
+           r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]")  # (a) x (b) y
 
 
 def classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
@@ -61,7 +61,7 @@ def key(answer: str) -> str:
 
 def _lower(word: str) -> str:
     """Evelyn is evelyn, but Aa is not aa."""
-    return word.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|No|YES|NO|TRUE|FALSE|NONE", word) else word
+    return word.lower() if re.fullmatch("(?!Vmat)[A-Z]?[a-z]{2,}|No|YES|NO|TRUE|FALSE|NONE", word) else word
 
 
 def _key(node: tuple) -> str:
@@ -99,9 +99,11 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     if r"\approx" in ops:
         at = ops.index(r"\approx")
         value, rounded = sides[at:at + 2]
-        if not names_in(value) and abs(values_of(("*", rounded, ("inverse", value)))[0] - 1) > 0.05:
-            return "", node  # 5\approx 9
-        ops = ("=",) if ops == (r"\approx",) and sides[0][0] == "symbol" else ops[:at]
+        named = value[0] == "symbol" and len(ops) == 1
+        share = ("*", rounded, ("inverse", value))
+        if not named and (names_in(value) or abs(values_of(share)[0] - 1) > 0.05):  # 5\approx 9
+            return "", node
+        ops = ("=",) if named else ops[:at]
         sides = sides[:len(ops) + 1]
     node = ("relation", ops, *sides) if ops else sides[0]
     if not ops or not {*ops} <= {"=", r"\in"}:
@@ -110,8 +112,8 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     closed = not names_in(value)
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
         return "", value if len({*map(_key, sides)}) == 1 else node
-    kinds = [{part[0] for part in (side[1:] if side[0] == "*" else [side])} for side in between if names_in(side)]
-    multiples = [found for found in kinds if found <= {"symbol", "number"}]  # x=2y=3z
+    products = [side[1:] if side[0] == "*" else [side] for side in between if names_in(side)]
+    multiples = [parts for parts in products if {part[0] for part in parts} <= {"symbol", "number"}]  # x=2y=z
     if not _is_name(name, value) or multiples or not closed and (
             _constrains(name, value) or len({*map(_key, sides[1:])}) > 1):
         return "", node

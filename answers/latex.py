@@ -13,17 +13,19 @@ _ALIASES = {  # a command: those that mean the same
     r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", r"\\": "cr",
     r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
-    r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", r"\circ": "degree degrees textdegree", "'": "prime",
+    r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", "'": "prime",
+    r"\circ": "degree degrees textdegree",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
-        textstyle scriptstyle rm bf it sf tt tiny small normalsize large Large LARGE huge Huge boldsymbol bm pmb
-        bold mathit mathsf mathtt mathord underline emph boxed fbox ensuremath checkmark blacksquare square qed
-        therefore nonumber pounds euro""",
+        textstyle scriptstyle rm bf it sf tt tiny small normalsize large Large LARGE huge Huge boldsymbol bm
+        bold pmb mathit mathsf mathtt mathord underline emph boxed fbox ensuremath checkmark blacksquare
+        square qed therefore nonumber pounds euro""",
     r"\text": "textbf textit textrm textnormal textsf texttt mathrm mathbf mbox hbox operatorname"}
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
-_ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty", "arctg": r"\arctan"}
+_ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
 _SIGNS = {
-    "\u2044\u00f7": "/", "\u2212\u2010\u2013\u2014": "-", "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
+    "\u2044\u00f7": "/", "\u2212\u2010\u2013\u2014": "-", "\u27e8": r"\langle ", "\u27e9": r"\rangle ",
+    "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
     "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ", "\u3001": ",",
     "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3002": ".",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
@@ -38,7 +40,7 @@ SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _WORDS = (
     r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
     r"|fewer|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod"
-    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|if|when|where|for|am|pm)\b)"
+    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for|am|pm)\b)"
     r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
     r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"
     r"|point|way|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
@@ -55,7 +57,8 @@ _ROMAN = r"\(?\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
 # before anything; before a number
 _ANSWER = r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?"
-_LEAD = rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?|\(?[A-J]\)|[A-J]\.)"
+_LEAD = (rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|\(?[A-J]\)|[A-J]\."
+         r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?)")
 _GROUPED = r"(?:(?!and|or)[^,:])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:])*"
 _ABOUT = r"(?i:approximately|approx|about|roughly|around)\b\.?"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
@@ -67,11 +70,12 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"\+ ?/ ?-", r"\\pm "),
     (r"(?<![\w}]) ?\\sim ?(?=[\d.])", ""),
     # what follows from something is the answer, if it has a value: \frac{m}{n}\Rightarrow m+n=204
-    (r"^(?:.*\\(?:Rightarrow|implies|therefore)(?![a-zA-Z])(?=[^=]*= ?[^=a-zA-Z]+$)|(?:\\(?:Rightarrow|implies) ?)+)", ""),
+    (r"^.*\\(?:Rightarrow|implies|therefore)(?![a-zA-Z])(?=[^=]*= ?[^=a-zA-Z]+$)"
+     r"|^\\(?:Rightarrow|implies)(?![a-zA-Z])", ""),
     (r" ?,\s*\\!\s*(?=\d{3})|(?<=\d)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))|(?<=\d)'(?=\d{3})", ""),
     (r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    (r"(?<!\\)\$|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\.|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
-     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\[hv]?(?:phantom|space)\{[^{}]*\}", ""),
+    (r"(?<!\\)\$|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\.|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*"
+     r"|\*\*(?![\w({\\-])|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
     (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
@@ -80,10 +84,12 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3}|(?<=\+))?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
      r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
     (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
-    (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
+    (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
+     r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
-    (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}", lambda match: match[1] or "&" * (match[1] is not None)),  # x &= 1
+    (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
+     lambda match: match[1] or "&" * (match[1] is not None)),
     (rf" ?\(?(?:_\{{)?{_TEXT} ?\(?(?:in )?base ?\}}? ?(\w+)\)?\}}*\)?$", r"_{\1}"),  # 52 (base 8)
     (r"^\(([0-9A-F]+)\)_", r"\1_"),
     (rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
@@ -105,8 +111,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"\*\*", "^"),
     # words before something: \text{Answer: }x+1, \textbf{(D)}\ x; before a number: \text{Area: }12, (D) 36
     (rf"^(?:{_ROMAN} ?{_ANSWER} ?\}} ?|{_ANSWER} |{_ROMAN}\(?[A-J]\) ?\}} ?(?=.*\w)"
-     rf"|(?:({_TEXT}) ?{_LEAD}|{_ROMAN} ?{_LEAD} ?\}}|\(\\[a-z]+\{{[A-J]\}}\)) ?(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt))"
-     r"(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))", r"\1"),
+     rf"|(?:({_TEXT}) ?{_LEAD}|{_ROMAN} ?{_LEAD} ?\}}|\(\\[a-z]+\{{[A-J]\}}\)) ?"
+     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))", r"\1"),
     (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle
@@ -116,9 +122,9 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # about 5; 5 (approximately); \sqrt2 (about 1.41) is \sqrt2\approx 1.41
     (rf"(^|=|:) ?({_TEXT}) ?(?<![a-zA-Z]){_ABOUT}", r"\1\2"),
     (rf"(?<=[\w}})\]%]),? ?\(?{_TEXT} ?\(?{_ABOUT}\)?\}}?\)?$", ""),
-    (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?(?:\}} ?(.*?)\)?|([^{{}}]*?)\)?\}}?\)?)$",
-     r"\\approx \1\2"),
-    (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", ""),
+    (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?"
+     r"(?:\} ?(.*?)\)?|([^{}]*?)\)?\}?\)?)$", r"\\approx \1\2"),
+    (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", " "),
     (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-"
      r"\u9fff])+ ?\}?$", ""),
     # for any real c; where k is an integer; c\in\mathbb{R}
@@ -145,7 +151,7 @@ def to_ascii(text: str) -> str:
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
     text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
-    text = re.sub("[\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]", r"\\circled{\g<0>} ", text)  # (1) and (3) are not 13
+    text = re.sub("[\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]", r"\\o \g<0> ", text)  # circled
     text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
     text = re.sub("[\u0391-\u03a1\u03a3-\u03c9]", lambda letter: _greek(letter[0]), text)
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))

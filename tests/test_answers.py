@@ -544,7 +544,7 @@ def answers_of_one_value(draw):
     return [spelled(a, b), spelled(a, b), spelled(*changed)], [plain.format(a, b), plain.format(*changed)]
 
 
-@settings(deadline=None, max_examples=1500, derandomize=True)
+@settings(deadline=None, max_examples=600, derandomize=True)
 @given(answers_of_one_value())
 def test_what_is_spelled_otherwise_is_equal_and_what_is_changed_is_not(answers):
     spelled, plain = answers
@@ -593,7 +593,7 @@ REPEATED = SPACES + r"""1 x, {} { ( [ \{ | $ \$ % ^ _{ \frac \frac{1} \sqrt \tex
 @pytest.mark.parametrize("piece", REPEATED)
 def test_an_answer_is_read_in_a_tenth_of_a_second(piece):
     """Whatever is repeated in it, up to 20,000 characters, in processor time."""
-    for length, form in itertools.product((395, 790, 20_000), ("{}", "1{}2")):
+    for length, form in itertools.product((395, 20_000), ("{}", "1{}2")):
         text = form.format((piece * length)[:length])
         for read in (key.__wrapped__, extract_answer, lambda text: extract_answer(f"\\boxed{{{text}}}", choices=4)):
             spent = []

@@ -621,7 +621,7 @@ def test_thinking_tags_that_are_special_tokens_are_seen():
     import common
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy")
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
-    run = common.Run(common.Args(), tokenizer, *[None] * 11)
+    run = SimpleNamespace(tokenizer=tokenizer, read_answer=None)
     for prompt, text, finished, answer in [
             ("Q", r"<think> try \boxed{3}, hmm", False, None),
             ("Q", r"<think> try \boxed{3} </think> so no box", True, None),
@@ -643,7 +643,7 @@ def test_single_tokens_without_a_log_prob_are_counted_and_many_end_the_run(inval
     from engine.base import Request, UserError
     logp = torch.full([200], -0.5)
     logp[:invalid] = torch.nan
-    tokenizer = SimpleNamespace(added_tokens_decoder={}, batch_decode=lambda ids: ["", "text"])
+    tokenizer = SimpleNamespace(added_tokens_decoder={}, batch_decode=lambda ids, **options: ["", ""])
     sampler = SimpleNamespace(generate=lambda *given, **options: [[([5] * 200, logp, True)]])
     run = SimpleNamespace(args=common.Args(model="M"), tokenizer=tokenizer, sampler=sampler, read_answer=None,
                           dtype=torch.float32, log=SimpleNamespace(first_diff=0))

@@ -53,7 +53,7 @@ _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec secon
     kilometre|g gram|kg kilogram|L liter litre|degree deg""".split("|") for other in line.split()}
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _MAGNITUDES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
-_ROMAN = r"\(?\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
+_ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
 # before anything; before a number
 _ANSWER = r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?"
@@ -68,14 +68,14 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"\\\\\[\w*\]", r"\\\\"),  # \\[3pt]
     (r"\^([a-zA-Z\d]|\{[^{}]*\})_([a-zA-Z\d]|\{[^{}]*\})", r"_\2^\1"),  # x^2_1
     (r"\+ ?/ ?-", r"\\pm "),
-    (r"(?<![\w}]) ?\\sim ?(?=[\d.])", ""),
     # what follows from something is the answer, if it has a value: \frac{m}{n}\Rightarrow m+n=204
     (r"^.*\\(?:Rightarrow|implies|therefore)(?![a-zA-Z])(?=[^=]*= ?[^=a-zA-Z]+$)"
      r"|^\\(?:Rightarrow|implies)(?![a-zA-Z])", ""),
     (r" ?,\s*\\!\s*(?=\d{3})|(?<=\d)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))|(?<=\d)'(?=\d{3})", ""),
     (r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    (r"(?<!\\)\$|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\.|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*"
-     r"|\*\*(?![\w({\\-])|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
+    (r"(?<!\\)\$|(?<![\w}]) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
+     r"|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
+     r"|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
     (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
@@ -116,12 +116,10 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle
-    # 5 (rounded), \sqrt2 (approximately 1.41), 12th, 5 and a unit in Chinese
-    (rf"(?<=[\w}})\]%]),? ?\(? ?{_TEXT} ?\(? ?(?:since|because|rounded|to the nearest"
-     r"|\d d\.?p)\b.*$", ""),
-    # about 5; 5 (approximately); \sqrt2 (about 1.41) is \sqrt2\approx 1.41
+    # about 5; 5 (rounded); \sqrt2 (about 1.41) is \sqrt2\approx 1.41; 12th, 5 and a unit in Chinese
     (rf"(^|=|:) ?({_TEXT}) ?(?<![a-zA-Z]){_ABOUT}", r"\1\2"),
-    (rf"(?<=[\w}})\]%]),? ?\(?{_TEXT} ?\(?{_ABOUT}\)?\}}?\)?$", ""),
+    (rf"(?<=[\w}})\]%]),? ?\(?{_TEXT} ?\(?(?:(?:since|because|rounded|to the nearest|\d d\.?p)\b.*"
+     rf"|{_ABOUT}\)?\}}?\)?)$", ""),
     (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?"
      r"(?:\} ?(.*?)\)?|([^{}]*?)\)?\}?\)?)$", r"\\approx \1\2"),
     (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", " "),
@@ -134,6 +132,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""),
     (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
     (r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^(?:(?:[,;=]|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
+_WORD = re.compile(r"\\text|\\m|\\[bp]mod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
+_SIGNS_ONLY = [row for row in _REWRITES if _TEXT not in row[0].pattern]  # for what has no word
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[<>]=|\s+|.", re.DOTALL)
 
 
@@ -177,7 +177,7 @@ def unescaped(text: str) -> str:
 
 def tokens_of(text: str) -> list[Token]:
     """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
-    for pattern, new in _REWRITES:
+    for pattern, new in _REWRITES if _WORD.search(text) else _SIGNS_ONLY:
         if (changed := pattern.sub(new, text)) != text:
             text = " ".join(changed.split()) or text  # nothing is no answer
     found, space, braces, begins = [], False, [], False

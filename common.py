@@ -260,8 +260,8 @@ def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
     invalid = torch.cat([r.sampler_logp for group in groups for r in group]).isnan()
     if invalid.sum() > max(1, len(invalid) // 100):  # single ones are only counted (check_sampler)
         raise UserError(f"--model is '{run.args.model}', but {int(invalid.sum())} of {len(invalid)} sampled "
-                        "tokens have the probability NaN: it or the checkpoint holds NaN or infinite weights, "
-                        "or a temperature is next to 0.")
+                        "tokens have the probability NaN: it or the checkpoint holds NaN or infinite "
+                        "weights, or a temperature is next to 0.")
     return groups
 
 

@@ -189,11 +189,13 @@ x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4 | x\equiv1\ (\mathrm{mod}\
 \text{Alice and Bob} | Alice and Bob | Bob, Alice
 \text{May }5 | May 5 | \text{5 May} | May 5th
 \text{hyperbola} | A hyperbola | \text{a hyperbola.}
-\frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | (-1\pm\sqrt{17})/2 | x=-.5\pm.5\sqrt{17}
+\frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | (-1\pm\sqrt{17})/2 |
+x=-.5\pm.5\sqrt{17}
 (7,\pm2) | (7,2), (7,-2)
 2 +/- \sqrt{3} | 2+\sqrt3, 2-\sqrt3 | \frac{4\pm\sqrt{12}}{2}
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
-293 | m+n=256+37=293 | \text{Answer: }m+n=293 | 100m+n=293 | \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
+293 | m+n=256+37=293 | \text{Answer: }m+n=293 | 100m+n=293 |
+\frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
 12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
 12000:3500 | 12,000:3,500
@@ -215,7 +217,8 @@ v_0(\cos t) | v_0\cos t
 x_1^2 | x^2_1
 v_{\max} | v_{max}
 \langle 1,2,9\rangle | \u27e81, 2, 9\u27e9
-\begin{cases}x & x>0\\-x & x\le0\end{cases} | \begin{cases}x, & \text{if }x>0, \\ -x, & \text{if }x\le0.\end{cases}
+\begin{cases}x & x>0\\-x & x\le0\end{cases} |
+\begin{cases}x, & \text{if }x>0, \\ -x, & \text{if }x\le0.\end{cases}
 """)
 # In each line no answer equals another.
 DIFFERENT = table(r"""
@@ -272,7 +275,8 @@ p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies 
 5\text{ boys and }3\text{ girls} | 3\text{ boys and }5\text{ girls} | 8
 (5\text{ boys}, 3\text{ girls}) | (5\text{ girls}, 3\text{ boys})
 5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys}
-20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} | \$20\text{ and }30\text{ kg} | \$30\text{ and }20\text{ kg}
+20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} |
+\$20\text{ and }30\text{ kg} | \$30\text{ and }20\text{ kg}
 30^\circ, 5\text{ cm} | 5^\circ, 30\text{ cm}
 7\text{ R }2 | 2\text{ R }7 | 14 | 7\text{ R }3
 \text{1 in 6} | \text{2 in 3} | 6 in 1 | 12\text{ by }5 | 5\text{ by }12 | 10 by 6 | 60
@@ -283,7 +287,8 @@ p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies 
 \u2460\u2462 | 13 | 31 | \u2462\u2460
 ABC | CAB | \text{BAC} | \mathrm{ACB}
 ABC, DEF | CAB, DEF
-\begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix} | \begin{Vmatrix}1&2\\3&4\end{Vmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix} |
+\begin{Vmatrix}1&2\\3&4\end{Vmatrix}
 \ln(2)^2 | \ln 4 | \sin(x)^2 | \sin(x^2) | \sin^{-1}x | \frac{1}{\sin x}
 g(x+1)-g(x+2) | g(x+3)-g(x+4) | g(f(x)) | f(g(x))
 x+y=5 | x+2y=5 | 5 | 2a+3b=5 | 3a+2b=5
@@ -470,77 +475,63 @@ def test_a_gold_answer_with_another_digit_differs(name):
 
 
 # ------------------------------------------------------ a grammar of answers --------------------------------
-# An answer is made together with its value, and spelled in several ways. What is changed in it has another value.
+# An answer is made together with its value and spelled in several ways; with other numbers it has another value.
 UNITS = [["hours", "hr"], ["minutes", "min"], ["feet", "ft"], ["kg", "kilograms"], ["boys"], ["red apples"]]
-BETWEEN = ["in", "out of", "by", "per", "R", "minus", "plus", "dozen", "over", "to the", "percent of", "divided by",
-           "is", "of", "m by", "more than", "and then", "half", "score", "units of", "degrees", "at", "from", "vs"]
-BEFORE = ["at least", "less than", "negative", "Day", "around the", "up to", "the cube of", "No.", "not", "Team"]
-BEHIND = ["dozen", "gross", "squared", "degrees warmer", "more than x", "R", "and up", "to go", "AM", "in base"]
-NAMES = ["Alice", "Bob", "Carol", "Tuesday", "even", "odd numbers", "no solution", "ABC", "DNE", "a circle"]
+WORDS = dict(
+    between="in;out of;by;per;R;minus;plus;dozen;over;to the;percent of;divided by;is;of;half".split(";"),
+    before="at least;less than;negative;Day;around the;up to;the cube of;No.;not;Team;twice".split(";"),
+    behind="dozen;gross;squared;degrees warmer;more than x;R;and up;to go;AM;in base;left".split(";"))
+NAMES = "Alice;Bob;Tuesday;even;odd numbers;no solution;ABC;DNE;a circle".split(";")
+OTHERS = dict(  # what has no words: spellings of two numbers
+    number=["{0}", "x={0}", "${0}$", "{0}\\text{{ cm}}", "\\text{{about }}{0}", "\\textbf{{(C)}}\\ {0}"],
+    list=["{0}, {1}", "{1}\\text{{ and }}{0}", "{0} or {1}", "\\{{{1}; {0}\\}}"],
+    point=["({0}, {1})", "\\left({0},{1}\\right)", "(x,y)=({0} , {1})"],
+    pm=["\\frac{{{0}\\pm\\sqrt{{{1}}}}}{{7}}", "({0}\\pm\\sqrt{{{1}}})/7",
+        "x=\\frac{{{0}-\\sqrt{{{1}}}}}{{7}}, x=\\frac{{{0}+\\sqrt{{{1}}}}}{{7}}"],
+    line=["y={0}x+{1}", "{0}x-y+{1}=0", "y-{1}={0}x"])
 
 
-def written(draw, value):
-    """A spelling of a number."""
-    forms = [f"{value}", f"{float(value)}" if value.denominator in (1, 2, 4, 5) else f"{value}", f"{{{value}}}",
-             f"\\frac{{{value.numerator}}}{{{value.denominator}}}", f"\\left({value}\\right)" if value > 0 else f"{value}"]
-    if value.denominator == 1 and value > 999:
-        forms += [f"{int(value):,}".replace(",", "{,}"), f"{int(value):,}".replace(",", "\\,")]
-    return draw(st.sampled_from(forms))
+def written(draw, n):
+    """A spelling of a whole number."""
+    forms = [f"{n}", f"{n}.0", f"{{{n}}}", f"\\frac{{{2 * n}}}{{2}}", f"\\left({n}\\right)"]
+    return draw(st.sampled_from(forms + [f"{n:,}".replace(",", "{,}"), f"{n:,}".replace(",", "\\,")]))
 
 
 def phrase(draw, words):
-    """A spelling of numbers and words, in their order. Short words need \\text{}: by may be a product."""
+    """A spelling of numbers and words, in their order. Short words need \\text{}: "by" may be a product."""
     long = all(len(word) > 3 for word in " ".join(words).split() if word[0].isalpha())
-    style = draw(st.sampled_from(["text", "roman", "whole"] + ["plain"] * long))
-    if style == "whole":
-        return "\\text{" + " ".join(words) + "}"
-    texts = {"plain": " {} ", "text": "\\text{{ {} }}", "roman": "\\ \\mathrm{{{}}}\\ "}
-    spell = texts["text" if style == "roman" and any(" " in word for word in words) else style]
-    return "".join(word if word[0].isdigit() else spell.format(word) for word in words).strip()
+    style = draw(st.sampled_from(["\\text{{ {} }}", "\\textbf{{ {}}}\\ ", "all"] + [" {} "] * long))
+    if style == "all":
+        return f"\\text{{{' '.join(words)}}}"
+    return "".join(word if word[0].isdigit() else style.format(word) for word in words).strip()
 
 
 @st.composite
 def answers_of_one_value(draw):
-    """(two spellings of an answer; one that differs in its numbers or their order); the same in plain words."""
-    kind = draw(st.sampled_from("number list point quantities between before behind pm equation names".split()))
-    whole = st.integers(2, 30) | st.integers(1000, 99_999)
-    a, b = draw(whole), draw(whole)
-    other = draw(st.sampled_from([(b, a), (a + 1, b), (a, b + 1)]) if a != b else st.just((a, b + 1)))
-    if kind == "between" and draw(st.booleans()) and a % 2 == 0:
-        other = (a // 2, 2 * b)  # of the same product
-    word = draw(st.sampled_from(dict(before=BEFORE, behind=BEHIND).get(kind, BETWEEN)))
-    first, second = draw(st.lists(st.sampled_from(UNITS), min_size=2, max_size=2, unique_by=str))
+    """Two spellings of an answer, and one with other numbers or in another order; two in plain words."""
+    kind = draw(st.sampled_from([*OTHERS, *WORDS, "quantities", "names"]))
+    a, b = draw(st.lists(st.integers(2, 30) | st.integers(1000, 99_999), min_size=2, max_size=2, unique=True))
+    word = draw(st.sampled_from(WORDS.get(kind, [""])))
+    units = draw(st.lists(st.sampled_from(UNITS), min_size=2, max_size=2, unique_by=str))
 
     def spelled(a, b):
-        one, two = (written(draw, Fraction(n, d)) for n, d in ((a, 3 if kind == "number" else 1), (b, 1)))
-        x, y = str(a), str(b)
-        if kind == "number":
-            return draw(st.sampled_from([one, f"x={one}", f"${one}$", f"{one}\\text{{ cm}}", f"\\text{{about }}{one}",
-                                         f"\\textbf{{(C)}}\\ {one}", f"\\boxed{{{one}}}"]))
-        if kind == "list":
-            a_list = [one, two][::draw(st.sampled_from([1, -1]))]
-            return draw(st.sampled_from([", ", "\\text{ and }", " or ", "; "])).join(a_list)
-        if kind == "point":
-            return draw(st.sampled_from(["({}, {})", "\\left({},{}\\right)", "(x,y)=({} , {})"])).format(one, two)
-        if kind == "quantities":
-            parts = [f"{x} {draw(st.sampled_from(first))}", f"{y} {draw(st.sampled_from(second))}"]
-            joint = draw(st.sampled_from([" ", " and ", ", "]))
-            text = joint.join(parts)
-            return draw(st.sampled_from([text, f"\\text{{{text}}}", re.sub("[a-z, ]+", r"\\text{\g<0>}", text)]))
-        if kind == "pm":
-            return draw(st.sampled_from([f"\\frac{{{x}\\pm\\sqrt{{{y}}}}}{{7}}", f"({x}\\pm\\sqrt{{{y}}})/7",
-                                         f"x=\\frac{{{x}-\\sqrt{{{y}}}}}{{7}}, x=\\frac{{{x}+\\sqrt{{{y}}}}}{{7}}"]))
-        if kind == "equation":
-            return draw(st.sampled_from([f"y={one}x+{two}", f"{one}x-y+{two}=0", f"y-{two}={one}x"]))
+        if kind in OTHERS:
+            return draw(st.sampled_from(OTHERS[kind])).format(*(written(draw, n) for n in (a, b)))
         if kind == "names":
-            name = NAMES[a % len(NAMES)]
-            return draw(st.sampled_from([name, f"\\text{{{name}}}", f"\\textbf{{{name}}}", f"\\text{{ {name} }}."]))
-        words = {"between": [x, word, y], "before": [word, x], "behind": [x, word]}[kind]
-        return phrase(draw, words)
-    changed = (a + 1, b) if kind in ("number", "before", "behind", "names") else other
-    if kind == "list" and {*changed} == {a, b} or kind == "pm" and changed == (a, b):
-        changed = (a, b + 1)
-    plain = dict(between=f"{{0}} {word} {{1}}", before=f"{word} {{0}}", behind=f"{{0}} {word}").get(kind, "({0}, {1})")
+            return phrase(draw, [NAMES[a % len(NAMES)]])
+        if kind in WORDS:
+            return phrase(draw, dict(between=[str(a), word, str(b)], before=[word, str(a)]).get(
+                kind, [str(a), word]))
+        parts = [f"{n} {draw(st.sampled_from(unit))}" for n, unit in zip((a, b), units)]
+        text = draw(st.sampled_from([" ", " and ", ", "])).join(parts)
+        return draw(st.sampled_from([text, f"\\text{{{text}}}", re.sub("[a-z, ]+", r"\\text{\g<0>}", text)]))
+
+    others = [(a + 1, b)] if kind in ("number", "names", "before", "behind") else [(a, b + 1), (a + 1, b + 1)]
+    others += [(b, a)] if kind in ("point", "pm", "line", "between", "quantities") else []
+    others += [(a // 2, 2 * b)] if kind == "between" and a % 2 == 0 else []  # of the same product
+    changed = draw(st.sampled_from([pair for pair in others if kind != "list" or {*pair} != {a, b}]))
+    plain = dict(between=f"{{0}} {word} {{1}}", before=f"{word} {{0}}", behind=f"{{0}} {word}")
+    plain = plain.get(kind, "({0}, {1})")
     return [spelled(a, b), spelled(a, b), spelled(*changed)], [plain.format(a, b), plain.format(*changed)]
 
 
@@ -584,10 +575,12 @@ def test_a_hostile_answer_runs_nothing_and_ends():
     assert not SENTINEL.exists()
 
 
-SPACES = " |1 |\t1|\u00a0|\u3000|\u200b|~|\\ |\\,|\\quad|\\quad |\\!|\ufdfa|\u00a8".split("|")
-REPEATED = SPACES + r"""1 x, {} { ( [ \{ | $ \$ % ^ _{ \frac \frac{1} \sqrt \text{ \text{a} \boxed{ \boxed{1}, + - \pm = \approx
-    about for-any or, 1,000 1,000,- 0.( \overline{ \mathbb{R} \cup \Rightarrow & \\ \begin{cases} base-2 mod- a-is- Answer:-
-    A.- (A)- A-or- <think> \u00bd \u2460 \u4e00 kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-""".replace("-", " ").split()
+SPACES = " |1 |\t1|\u00a0|\u3000|\u200b|~|\\ |\\,|\\quad|\\quad |\\!".split("|")
+REPEATED = [*SPACES, *"\ufdfa\u00a8\u00bd\u2460\u4e00"] + [piece.replace("-", " ") for piece in r"""
+    1 x, {} { ( [ \{ | $ \$ % ^ _{ \frac \frac{1} \sqrt \text{ \text{a} \boxed{ \boxed{1}, + \pm = \approx
+    about for-any or, 1,000 1,000,- 0.( \overline{ \mathbb{R} \cup \Rightarrow & \\ \begin{cases} base-2 mod- a-is-
+    Answer:- A.- (A)- A-or- <think> kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-
+    """.split()]
 
 
 @pytest.mark.parametrize("piece", REPEATED)
@@ -595,7 +588,7 @@ def test_an_answer_is_read_in_a_tenth_of_a_second(piece):
     """Whatever is repeated in it, up to 20,000 characters, in processor time."""
     for length, form in itertools.product((395, 20_000), ("{}", "1{}2")):
         text = form.format((piece * length)[:length])
-        for read in (key.__wrapped__, extract_answer, lambda text: extract_answer(f"\\boxed{{{text}}}", choices=4)):
+        for read in (key.__wrapped__, extract_answer, lambda text: extract_answer(f"\\boxed{{{text}}}", 4)):
             spent = []
             while not spent or min(spent) > 0.1 and len(spent) < 3:  # another process may have disturbed it
                 key.cache_clear()
@@ -649,7 +642,7 @@ def test_single_tokens_without_a_log_prob_are_counted_and_many_end_the_run(inval
                           dtype=torch.float32, log=SimpleNamespace(first_diff=0))
     work = [(common.Problem("Q"), Request([1], 1, 0, 200))]
     if ends:
-        with pytest.raises(UserError, match=f"'M', but {invalid} of 200 sampled tokens have the probability NaN"):
+        with pytest.raises(UserError, match=f"but {invalid} of 200 sampled tokens have the probability NaN"):
             common.generate(run, work, 1.0)
         return
     [[response]] = common.generate(run, work, 1.0)

@@ -257,17 +257,23 @@ def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
     for (problem, request), outputs in zip(work, samples):
         groups.append([Rollout(request.prompt_ids, *output) for output in outputs])
         decode(run, groups[-1], problem)
-    if any(response.sampler_logp.isnan().any() for group in groups for response in group):
-        raise UserError(f"--model is '{run.args.model}', but tokens have the probability NaN: it or the "
-                        "checkpoint holds NaN or infinite weights, or a temperature is next to 0.")
+    invalid = torch.cat([r.sampler_logp for group in groups for r in group]).isnan()
+    if invalid.sum() > max(1, len(invalid) // 100):  # single ones are only counted (check_sampler)
+        raise UserError(f"--model is '{run.args.model}', but {int(invalid.sum())} of {len(invalid)} sampled "
+                        "tokens have the probability NaN: it or the checkpoint holds NaN or infinite "
+                        "weights, or a temperature is next to 0.")
     return groups
 
 
 def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
-    """Set text and answer from the responses' tokens. The end of a prompt may open a thought."""
+    """Set text and answer from the responses' tokens. The end of a prompt may open a thought.
+
+    The text has special tokens, which thinking tags may be, but not the one that ended the response."""
+    added = run.tokenizer.added_tokens_decoder
     for r in responses:
-        ids = [r.prompt_ids[-16:], r.response_ids]
-        end_of_prompt, r.text = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        last = added.get(r.response_ids[-1]) if r.finished and r.response_ids else None
+        ids = r.response_ids[:-1] if last and last.special else r.response_ids
+        end_of_prompt, r.text = run.tokenizer.batch_decode([r.prompt_ids[-16:], ids])
         if run.read_answer:
             r.answer = run.read_answer(r.text, problem)
         else:
@@ -327,6 +333,7 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     Stale weights show here and stop the run: in float32 a token that differs by more than --max_logp_diff; in
     bf16, which rounds, an average above .1 and 5 times the first step's, or above .5 (a warning: .05)."""
     diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in train]])
+    invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
@@ -338,7 +345,7 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
                         "tokens it did not write have no mask 0, or --sampler computes this model otherwise.")
     if not exact and average > 0.05:
         print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
-    return dict(logp_diff_max=largest, logp_diff_mean=average)
+    return dict(logp_diff_max=largest, logp_diff_mean=average, logp_nan=invalid)
 
 
 def learning_rate(args: Args, step: int, total_steps: int) -> float:

@@ -37,7 +37,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 
 import common  # first: it sets what torch reads when it is loaded
 import torch
@@ -270,7 +269,7 @@ def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Pro
     (z_0,), n = args.own_prompts(run.tokenizer).values(), args.prompts_per_batch
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
-    text_of = partial(run.tokenizer.decode, skip_special_tokens=True)
+    text_of = run.tokenizer.decode  # with special tokens, as common.decode
     for i, (rollout,) in enumerate(common.sample(run, step, asked, 1, [args.max_question_tokens] * n)):
         questions.append(rollout)
         rollout.tokens, rollout.kept, rollout.p, rollout.label = [], False, 0.0, None

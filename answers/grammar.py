@@ -2,22 +2,22 @@ r"""Tokens -> a tree, by descent: items > statement > union > ratio > sum > prod
 
 A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, ...).
 Kinds of formulas: number constant symbol call + * inverse ^ ! abs binom \lfloor \lceil and the functions.
-Others: list or relation \cup ratio group set matrix row word. What else there is is NotMath.
+Others: list or relation \cup ratio group set matrix row word phrase. What else there is is NotMath.
 """
 
 import re
 from fractions import Fraction
 
-from answers.latex import Token, is_unit
+from answers.latex import Token, unit_in
 
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor")
 _SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
-_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *") ] } + - & : ^ _ ! ' . / to if when where".split(),
-              "for", "otherwise", *r"\} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end".split(),
-              *r"\over \choose \pmod".split())
+_NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
+    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
+_NO_UNIT = (*_RELATIONS, *_SEPARATORS, *r"+ & ] : to \\ \end \} \cup".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
@@ -62,6 +62,7 @@ class Parser:
     def __init__(self, tokens: list[Token]):
         self.tokens, self.at = list(tokens), 0
         self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
+        self.units = []  # that were passed over in this item
         self.bars = self.degrees = False  # within |..|; within a function of an angle
         self.depth = self.parsed = 0
 
@@ -88,19 +89,27 @@ class Parser:
             length += len(self.expect())
         return found
 
-    def items(self, *ends: str) -> tuple:
-        """Statements up to one of these tokens: ("list" or "or", ...), or the only one."""
-        nodes, either, joint = [], False, ","
+    def items(self, *ends: str, anew: bool = False) -> tuple:
+        """Statements up to one of these tokens: ("list" or "or", ...), or the only one; 5 ft 6 in.
+        The parts keep their units if these differ."""
+        nodes, units, either, joint, outer = [], [], False, ",", self.units
         while self.peek() not in ("", *ends):
-            if not joint:
+            if not joint and not (self.units and self.peek()[0].isdigit()):
                 raise NotMath
-            nodes, joint = nodes + self.item(), ""
+            self.units, joint = [], ""
+            nodes += self.item(anew or not self.depth)
+            units += (self.units or [""])[-1:] * (len(nodes) - len(units))
             while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
                 joint, either = sign, either or sign in _OR
+        if any(units[:-1]) and len({*units}) > 1:  # one behind the last part is that of all
+            nodes = [("phrase", node, ("word", unit)) for node, unit in zip(nodes, units)]
+        self.units = outer + self.units * (len(nodes) == 1)
         return joined("or" if either else "list", nodes)
 
-    def item(self) -> list[tuple]:
-        r"""A statement; two of one with \pm, which is parsed twice."""
+    def item(self, anew: bool) -> list[tuple]:
+        r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
+        if not anew:
+            return [self.statement()]
         start, outer, self.signs = self.at, self.signs, 0
         nodes = [self.statement()]
         if self.signs > 1 or self.signs and self.sign < 0:
@@ -128,10 +137,12 @@ class Parser:
         return joined(r"\cup", nodes)
 
     def ratio(self) -> tuple:
-        """2:3, 3 to 4."""
-        nodes = [self.sum()]
+        """2:3, 3 to 4. In it and in a sum there is only one unit."""
+        before, nodes = len(self.units), [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
+        if len({*self.units[before:]} - {*"%$"}) > 1:
+            raise NotMath
         return joined("ratio", nodes)
 
     def sum(self) -> tuple:
@@ -144,26 +155,28 @@ class Parser:
         return joined("+", terms)
 
     def product(self) -> tuple:
-        """Factors, with signs between them or without; a unit behind them is passed over."""
-        factors = [self.power()]
+        """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
+        factors, kind = [self.power()], "*"
         while not self.unit():
             before, t = self.peek(-1), self.peek()
+            fused = factors[-1][0] == "word" if t.space else before == "i"
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():
                 break
-            elif before == ")" and t.isdigit() and t.space and factors[-1][0] in ("number", "symbol"):
-                raise NotMath  # (1) 3 (2) 4
             elif before.isdigit() and t.isdigit():  # 2 1/2; 2 3 is no number
                 half = ("*", number(self.expect()), ("inverse", number(self.expect("/") and self.expect())))
                 factors[-1] = ("+", factors[-1], half)
+            elif t[0].isdigit() and (fused == (before == ")") or factors[-1][0] in ("number", "symbol")):
+                raise NotMath  # 12 by 5, 7R2, (1) 3 (2) 4, (i) 5 (ii) 7; but i4, May 5, (n-2)2^n
             else:
                 factor = self.power()
                 mixed = before.isdigit() and t == r"\frac" and factor[0] == "*"  # 2\frac{1}{2}; not 2\frac12!
                 mixed = mixed and factor[1][0] == factor[2][1][0] == "number"
+                kind = "phrase" if "word" in (factors[-1][0], factor[0]) else kind
                 factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
-        return joined("*", factors)
+        return joined(kind, factors)
 
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
@@ -172,28 +185,30 @@ class Parser:
         return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
 
     def unit(self) -> bool:
-        """Whether a unit follows up to the end of the statement; step over it."""
+        """Whether a unit follows, up to the end of the statement or another number; step over it."""
         end, depth, before = self.at, 0, self.peek(-1)
-        while end < min(len(self.tokens), self.at + 20) and self.tokens[end] not in (
-                *_RELATIONS, *_SEPARATORS, "+", "&", "]", ":", r"\\", r"\end", r"\}", r"\cup"):
+        while end < min(len(self.tokens), self.at + 20) and self.tokens[end] not in _NO_UNIT:
             depth += (self.tokens[end] in "({") - (self.tokens[end] in ")}")
-            if depth < 0:
+            if depth < 0 or self.tokens[end][0].isdigit() and self.tokens[end - 1].isalpha():
                 break
             end += 1
-        found = is_unit(self.tokens[self.at:end], before[-1:].isdigit() or before in (")", "}", "]"))
-        self.at = end if found else self.at
-        return found
+        found = unit_in(self.tokens[self.at:end], before[-1:].isdigit() or before in (")", "}", "]"))
+        if found:
+            self.units.append(found)
+            self.at = end
+        return bool(found)
 
-    def power(self) -> tuple:
+    def power(self, exponent: bool = True) -> tuple:
         """A primary with factorial, degrees or an exponent."""
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
         if self.match(r"\^\{\\circ\}[CF]?|\^?\\circ[CF]?"):
             node = ("*", node, ("constant", "pi"), ("inverse", number(180))) if self.degrees else node
-        elif self.take("^"):
+            self.units += ["degree"] * (not self.degrees)
+        elif exponent and self.take("^"):
             node = ("^", node, self.argument())
-        if self.peek() in ("^", "!"):
+        if exponent and self.peek() in ("^", "!"):
             raise NotMath
         return node
 
@@ -213,6 +228,7 @@ class Parser:
             raise NotMath
         t = self.expect()
         name = t.removeprefix("\\")
+        self.units += t.sign
         if t[0].isdigit():
             marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
             if re.match(r"0\d", t) and self.peek(-2) == "-":  # a date
@@ -262,33 +278,40 @@ class Parser:
         return node
 
     def letters(self, t: Token) -> tuple:
-        """A name (x, AB), a product of letters (xy), or words."""
-        truth = t.lower() in ("yes", "no", "true", "false", "none")
-        if not truth and (len(t) == 1 or t.isupper() and len(t) < 6):
+        r"""A name (x, AB), a product of letters (xy), or words: in \text{}, in a row, or alone."""
+        alone = {self.peek(-2), self.peek().rstrip("0123456789")} <= {"", *_SEPARATORS}  # also May 5
+        words = t.roman or self.is_word() or alone and re.fullmatch("[A-Z][a-z]+|[a-z]{3,}|no", t)
+        if len(t) == 1 or not words and t.isupper() and len(t) < 6:
             return self.symbol(t)
-        if not truth and len(t) < 3 + (len(self.tokens) > 1) and not t.roman:
+        if not words and len(t) < 4:
             self.tokens[self.at - 1:self.at] = map(Token, t)
             self.at -= 1
             return self.primary()
         words = [t]
-        while self.peek().isalpha() and len(self.peek()) > 1 and self.peek() not in _NO_FACTOR:
+        while self.is_word():
             words.append(self.expect())
         return ("word", " ".join(words))
+
+    def is_word(self) -> bool:
+        """Whether a word follows."""
+        t = self.peek()
+        return t.isalpha() and len(t) > 1 and t.space and t not in (*_NO_FACTOR, *FUNCTIONS)
 
     def symbol(self, name: str) -> tuple:
         """A symbol with its index and primes; one with arguments is a call."""
         if self.take("_"):
             index = self.match(r"\{\(?([^{}]*?)\)?\}|\\?[a-zA-Z]+|\d+") or self.expect("")
-            name += "_" + (index[1] or index[0])
+            name += "_" + (index[1] or index[0]).strip("\\")
         if primes := self.match(r"'+|\^\{?'+\}?"):
             name += "'" * primes[0].count("'")
         if self.match(r"\^\{?\(", step=False):  # a derivative
             raise NotMath
-        variable = r"(?:[a-zA-Z]|\\[a-zA-Z]+)"
-        inside = self.match(rf"\((0|{variable}(?:,{variable})*)\)(=?)", step=False)
-        known = "_" in name or name[0] in "uvpPQE"
+        variable = r"[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+"
+        inside = self.match(rf"\((\d+|{variable}|[^()]*,[^()]*)\)(=?)", step=False)
+        known = "_" in name or name[0] in "fghFGHuvpPQE"
         called = inside and (known or inside[2] or "," in inside[1] or inside[1] == "0")
-        if not called and (self.peek() != "(" or name[0] not in "fghFGH"):
+        once = "".join(self.tokens).count(name + "(") < 2  # mg(h-R) is a product, but g(x+1)-g(x) is not
+        if not called and (self.peek() != "(" or name[0] not in "fghFGH" or once and name[0] != "f"):
             return ("symbol", name)
         self.expect("(")
         arguments = self.items(")")
@@ -300,11 +323,14 @@ class Parser:
         base = self.argument() if self.take("_") else number(10) if name == "lg" else None
         power = self.argument() if self.take("^") else None
         degrees, self.degrees = self.degrees, name[:3] in ("sin", "cos", "tan", "cot", "sec", "csc")
-        bracketed, factors = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|"), [self.power()]
+        bracketed = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|")
+        factors = [self.power(exponent=self.peek() != "(")]  # \ln(2)^2 is (\ln 2)^2
         while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
                 self.peek().removeprefix("\\") not in FUNCTIONS):
             factors.append(self.power())
         self.degrees = degrees
+        if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
+            name, power = "arc" + name, None
         node = ("ln" if name in ("log", "lg") else name, joined("*", factors))
         node = ("*", node, ("inverse", ("ln", base))) if base else node
         return ("^", node, power) if power else node
@@ -312,7 +338,7 @@ class Parser:
     def group(self, opening: str) -> tuple:
         r"""(5), a point, an interval ([1, 2), ]1, 2[), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
         start, bars, self.bars = self.at, self.bars, opening == r"\{"
-        node = self.items("[", "]") if opening == "]" else self.items(")", "]", "[", "|", ":", r"\}")
+        node = self.items(")", "]", "[", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
         closing, several = self.take(")", "]", "[", r"\}"), node[0] in ("list", "or")
         parts = node[1:] if node[0] == "list" else [node]
         if opening == r"\{" and self.take("|", ":"):  # {x | x > 1}
@@ -332,14 +358,14 @@ class Parser:
 
     def environment(self) -> tuple:
         """A matrix (also cases), or the equations of a system as a list."""
-        name, rows, row, t = self.match(r"\{\w+\}"), [], [], "&"
+        name, rows, row, t = self.match(r"\{\w+(?:\\cdot)?\}"), [], [], "&"
         while t != r"\end":
-            row.append(self.items("&", r"\\", r"\end"))
+            row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")
             if t != "&":
                 rows, row = rows + [("row", *row)] * (row != [("list",)]), []
-        if not name or not rows or self.match(r"\{\w+\}")[0] != name[0]:
-            raise NotMath
+        if not name or not rows or not self.match(re.escape(name[0])) or name[0][1] in "vV":
+            raise NotMath  # vmatrix is a determinant
         if all(len(row) == 2 and row[1][0] == "relation" for row in rows):
             return ("list", *(row[1] for row in rows))
         return ("matrix", *rows)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from answers.grammar import FLIPPED, FUNCTIONS, INFINITY, NotMath, Parser, minus, number, walk
-from answers.latex import tokens_of
+from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
 _LONGEST = 400  # characters; longer answers are compared as strings
+_UNREAD = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
+           r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]")  # (a) x (b) y
 
 
 def classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
@@ -40,13 +42,13 @@ def equal(a: str | None, b: str | None, answer_keys: Callable | None = None) -> 
 @lru_cache(maxsize=100_000)
 def key(answer: str) -> str:
     """The key of an answer. What the grammar does not know has its tokens as key."""
-    if len("".join(answer.split())) > _LONGEST:
-        return "text " + answer.strip()
     if answer.isdecimal() and answer.isascii() and answer[0] != "0":  # most answers
         return answer
-    tokens = tokens_of(answer)
+    answer = " ".join(answer.split())
+    text = to_ascii(unescaped(answer)) if len(answer) - answer.count(" ") <= _LONGEST else ""
+    tokens = tokens_of(text) if len(text) < 3 * _LONGEST else []
     try:
-        if re.search(r"[A-Z]_\{?\d\}?[A-Z]{2}", "".join(tokens)):  # chemistry: NH_4OCN
+        if not tokens or re.search(_UNREAD, "".join(tokens)):
             raise NotMath
         _, node = _definition(Parser(tokens).items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
@@ -54,12 +56,12 @@ def key(answer: str) -> str:
         return _key(node)
     except NotMath:
         text = re.sub(r"\{ (?:\( )?(\S+) (?:\) )?\}", r"\1", " ".join(map(_lower, tokens)))
-        return "text " + (text or answer.strip())
+        return "text " + (text or answer)
 
 
 def _lower(word: str) -> str:
     """Evelyn is evelyn, but Aa is not aa."""
-    return word.lower() if re.fullmatch("[A-Z]?[a-z]{2,}|No|YES|NO|TRUE|FALSE|NONE", word) else word
+    return word.lower() if re.fullmatch("(?!Vmat)[A-Z]?[a-z]{2,}|No|YES|NO|TRUE|FALSE|NONE", word) else word
 
 
 def _key(node: tuple) -> str:
@@ -76,8 +78,10 @@ def _key(node: tuple) -> str:
     if kind in ("set", r"\cup"):
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
-    if kind == "word":
+    if kind == "word" or kind == "symbol" and re.fullmatch("[A-Z]{2,}", parts[0]):  # alone, ABC is no BCA
         return "word " + " ".join(map(_lower, parts[0].split()))
+    if kind == "phrase" and len(parts) == 2:  # May 5, 5 May
+        return " ".join(sorted(map(_key, parts)))
     if kind in ("matrix", "row", "ratio"):
         return f"{kind}({'; '.join(map(_key, parts))})"
     return _keys_of(values_of(node), node)
@@ -86,11 +90,20 @@ def _key(node: tuple) -> str:
 # ------------------------------------------- names and what they are --------------------------------------
 def _definition(node: tuple) -> tuple[str, tuple]:
     r"""(name, value) of x = 5, V = 4\cdot9 = 36, x\in[1, 2]; ("", node) of what defines nothing."""
+    if node[0] == "phrase":
+        name, value = _definition(node[1])
+        return name, ("phrase", value, *node[2:])
     if node[0] != "relation":
         return "", node
     _, ops, *sides = node
     if r"\approx" in ops:
-        ops = ("=",) if ops == (r"\approx",) and sides[0][0] == "symbol" else ops[:ops.index(r"\approx")]
+        at = ops.index(r"\approx")
+        value, rounded = sides[at:at + 2]
+        named = value[0] == "symbol" and len(ops) == 1
+        share = ("*", rounded, ("inverse", value))
+        if not named and (names_in(value) or abs(values_of(share)[0] - 1) > 0.05):  # 5\approx 9
+            return "", node
+        ops = ("=",) if named else ops[:at]
         sides = sides[:len(ops) + 1]
     node = ("relation", ops, *sides) if ops else sides[0]
     if not ops or not {*ops} <= {"=", r"\in"}:
@@ -99,7 +112,8 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     closed = not names_in(value)
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
         return "", value if len({*map(_key, sides)}) == 1 else node
-    multiples = [side for side in between if names_in(side) and _is_multiple(side)]  # x=2y=3z
+    multiples = [side for side in between if names_in(side) and {  # x=2y=3z
+        part[0] for part in (side[1:] if side[0] == "*" else [side])} <= {"symbol", "number"}]
     if not _is_name(name, value) or multiples or not closed and (
             _constrains(name, value) or len({*map(_key, sides[1:])}) > 1):
         return "", node
@@ -118,11 +132,6 @@ def _is_name(node: tuple, value: tuple) -> bool:
     said = [part for part in walk(node) if part[0] in ("symbol", "word")]
     return kind in ("symbol", "call") or all(part[1][0].isupper() for part in said) and (
         kind == "abs" or any(part[0] == "word" for part in said))
-
-
-def _is_multiple(node: tuple) -> bool:
-    """Whether it is a product of numbers and symbols."""
-    return all(part[0] in ("symbol", "number") for part in (node[1:] if node[0] == "*" else [node]))
 
 
 def _constrains(name: tuple, value: tuple) -> bool:

@@ -18,7 +18,8 @@ _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")  # not \boxed{3}
 # between the boxes of one list: a unit, separators, numbers of parts, the name of the next one
 _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]|and\b)))?"
-                  rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|\([a-e]\)|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
+                  rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|(?:[Pp]art )?\((?:[a-e1-9]|i+v?)\):?|[Pp]art [a-eA-E1-9]:"
+                  rf"|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
 _BEFORE = re.compile(_NAMED + r"\(?\s*$")
 _STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox)[a-z]*|"
                     rf"(?:{STYLES}|q?quad)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
@@ -100,7 +101,7 @@ def _plain(text: str) -> str:
 
 def read_choice(text: str, choices: int) -> str | None:
     """The letter that a text chooses: "A. 42", "(A) 42", "Option A"; None of "A cat", "H_2O", "A or B"."""
-    letters, text = LETTERS[:choices], re.sub(r"[}$]", "\t", _STYLE.sub("\t", to_ascii(text)))
+    letters, text = LETTERS[:choices], re.sub(r"[}$]", "\t", _STYLE.sub("\t", to_ascii(text[:5000])))
     text = re.sub(r"[{*`\\]", "", text).strip(" \t\n\"\u2018\u2019") + "\n"
     words = (r"(?:(?i:the|my|final|correct|best|right|option|choice|statement|answer|ans|respuesta|antwort"
              r"|is)\b[\s:.=]*|[\u9009\u9879\u7b54\u6848\u662f]+[\s:]*)*")

@@ -28,17 +28,23 @@ def names_in(node: tuple) -> set[str]:
     return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call", "word")}
 
 
-def values_of(node: tuple) -> list:
-    """Its values at six points, or at 60 if something is rounded; the only one of a formula without names."""
+def values_of(node: tuple, far: int = 37) -> list:
+    """Its values at six points, or at 60 if something is rounded; the only one of a formula without names.
+    If it is too large at these, at nearer ones."""
     kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
-    for point in range((60 if rounded else 6) if names else 1):
-        whole, broken = partial(_whole, point, len(names)), partial(_coordinate, point, absolute)
-        values.append(_value(node, whole if rounded else broken))
-    inexact = [value for value in values if not isinstance(value, Fraction)]
-    if names and inexact and min(map(abs, inexact)) > 1e20:
-        raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
-    return values
+    try:
+        for point in range((60 if rounded else 6) if names else 1):
+            whole, broken = partial(_whole, point, len(names)), partial(_coordinate, point, absolute, far)
+            values.append(_value(node, whole if rounded else broken))
+        inexact = [value for value in values if not isinstance(value, Fraction)]
+        if names and inexact and min(map(abs, inexact)) > 1e20:
+            raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
+        return values
+    except NotMath:
+        if not names or far < 37:
+            raise
+        return values_of(node, 3)
 
 
 def _whole(point: int, names: int, name: str) -> Fraction:
@@ -48,10 +54,10 @@ def _whole(point: int, names: int, name: str) -> Fraction:
     return whole + Fraction(between, 8)
 
 
-def _coordinate(point: int, absolute: bool, name: str):
+def _coordinate(point: int, absolute: bool, far: int, name: str):
     """A value of either sign, alone and together (|x| is not x, |xy| not xy), near or far (|x+2| not x+2)."""
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
-    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
+    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, far)[point % 2], 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
 
 

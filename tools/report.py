@@ -24,9 +24,9 @@ from engine.log import has_evaluation, read_jsonl, read_metrics
 OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
     skipped_updates""".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
-HIDDEN = """step logp_diff_mean truncated answered batch_pass@1 entropy_right entropy_wrong positive_advantage
-    negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
-    question_length peak_memory_gib""".split()
+HIDDEN = """step logp_diff_mean logp_nan truncated answered batch_pass@1 entropy_right entropy_wrong
+    positive_advantage negative_coverage fork_position filtered no_question unanimous unique_answers
+    question_entropy question_length peak_memory_gib""".split()
 GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 OPTIONS = "model dataset votes train_samples lr temperature seed".split()
 OF_EVALUATION = "model eval_samples eval_temperature eval_top_p max_new_tokens seed".split()

@@ -55,7 +55,7 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
         for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # those of text also with .gz
 # Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
 QUESTIONS = ("question", "problem", "prompt", "messages")
 ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_model", "solution")
@@ -334,6 +334,7 @@ def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, d
 def _read_folder(folder: Path, split: str) -> tuple[str, dict[str, list[dict]]]:
     """What `_read` returns, of a folder, whose splits `datasets` tells by the names in it."""
     splits = _ask("load_dataset_builder", str(folder)).config.data_files
+    splits = {str(name): files for name, files in splits.items()}
     if split not in splits:
         raise UserError(f"{folder} has no split {split}, but {', '.join(splits)}: {folder}:{[*splits][0]}.")
     files = [file for file in splits[split] if "/cache-" not in file]  # what save_to_disk leaves behind
@@ -355,7 +356,7 @@ def _ask(function: str, source: str, *args, **options):
         raise UserError(f"{source} is read by a library: pip install datasets.") from None
     except Exception as error:
         cause, file = str(error.__cause__ or error), options.get("data_files", source)
-        raise UserError(f"{file} cannot be read: {' '.join(cause.split())}") from None
+        raise UserError(f"{file} cannot be read: {' '.join(cause.split()).rstrip('.')}.") from None
 
 
 def _kind(path: Path) -> str:

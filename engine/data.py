@@ -62,7 +62,7 @@ ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_
 # Names of columns without which the question may not be whole
 REFUSED = re.compile(
     r"(instruction|input|body|context|passage|paragraph|article|document|story|table|schema|support|tool|"
-    r"function|history|option|distractor\d?|audio|video|(\w+_)?(image|picture|figure)(_\d+)?)s?|background|"
+    r"function|history|option|distractor\d?|audio|video|image|picture|figure)s?(_\d+)?|background|"
     r"system(_prompt|_message)?|(option|choice)_?[a-j1-9]|op[a-d]|[a-d]", re.IGNORECASE)
 PLAIN = (str, int, float, type(None))  # what a cell may hold
 # Text that a program has written, or a model: which part of it is meant, only its author knows
@@ -185,7 +185,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
         kept = problems.setdefault((problem.question, *before), problem)
         odd = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
         odd["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
-        odd["duplicates have another gold answer"] = not _is_same(answer, kept.answer)
+        odd["duplicates have another gold answer"] = answer != kept.answer and not equal(answer, kept.answer)
         for doubt in filter(odd.get, odd):
             doubts[doubt].append(where)
     problems = [*problems.values()]
@@ -220,7 +220,7 @@ def _is_filled(value) -> bool:
 def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], list[str], int]:
     """(question, turns before it, gold answers, number of choices). Raises UserError."""
     for column in columns.refused:
-        if _is_filled(row.get(column)) and not isinstance(row[column], int | float):
+        if _is_filled(row.get(column)):
             raise UserError(f"column '{column}' may be part of the question; put all of it into one column "
                             "(recipes: docs/fork.md), or leave it out by --question_field "
                             f"{columns.question}.")
@@ -277,11 +277,7 @@ def _golds(value, column: str) -> list[str]:
 
 def _comes_back(gold: str) -> bool:
     """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
-    return len(gold) <= 300 and _is_same(gold, extract_answer(f"\\boxed{{{gold}}}"))
-
-
-def _is_same(answer: str | None, other: str | None) -> bool:
-    return answer == other or equal(answer, other)
+    return len(gold) <= 300 and equal(gold, extract_answer(f"\\boxed{{{gold}}}"))
 
 
 def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int) -> str:

@@ -146,7 +146,8 @@ def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
 def control_tokens(tokenizer) -> re.Pattern:
     """What no text of the data may hold: special tokens, and those that the template puts around a turn."""
     # what both share is around a turn; a block of thoughts that only one of them has is not
-    begun, before = _render(tokenizer, CHAT[:1], begin=True), _render(tokenizer, CHAT).partition("forty-two")[0]
+    begun = _render(tokenizer, CHAT[:1], begin=True)
+    before, _, _ = _render(tokenizer, CHAT).partition("forty-two")
     around = os.path.commonprefix([begun, before])
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
     held = [re.escape(token.content) for token in added if token.special or token.content in around]

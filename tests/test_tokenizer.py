@@ -138,7 +138,7 @@ def test_a_generation_config_is_read_or_refused_before_the_run(name, bring, show
 
 
 # ------------------------------------------------------ saving -------------------------------------------
-SAVED = [None, "{", '{"do_sample": false, "top_p": 7, "pad_token_id": -1}',  # what transformers refuses to save
+SAVED = [None, "{", '{"do_sample": false, "top_p": 7, "pad_token_id": -1}',  # transformers would refuse it
          '{"eos_token_id": [2, 0],\r\n\t"of_its_own": "\u00e9"}']
 
 

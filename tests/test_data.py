@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from engine import data
 from engine.base import UserError
-from engine.data import BENCHMARKS, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
+from engine.data import STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
 
@@ -26,10 +26,7 @@ def write(path, rows):
     kind, file = path.name.partition(".")[2], io.StringIO()
     if isinstance(rows, str):
         path.write_bytes(rows.encode(errors="surrogateescape"))
-    elif kind.startswith("arrow"):
-        with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
-            writer.write_table(datasets.Dataset.from_list(rows).data.table)
-    elif kind.startswith("parquet"):
+    elif kind == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(str(path))
     elif kind[1:3] == "sv":
         table = csv.DictWriter(file, rows[0], delimiter="\t" if kind[0] == "t" else ",")
@@ -53,7 +50,7 @@ def loaded(name, *fields, **options):
 
 
 # ------------------------------------------------- files -------------------------------------------------
-@pytest.mark.parametrize("name", [*(f"a{kind}" for kind in data.FILES), "a.jsonl.gz", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz", "a.csv.gz", "a.tsv", "a.parquet"])
 def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     """Also in a folder."""
     file = write(tmp_path / name, [*ROWS, ROWS[0]])
@@ -157,7 +154,7 @@ def test_a_saved_data_set_is_read_without_what_its_library_has_cached(tmp_path):
     write(tmp_path / "test/cache-1.arrow", [dict(problem="cached")])
     assert len(loaded(tmp_path)) == 2 and len(loaded(tmp_path, train=False)) == 4
     saved["train"].save_to_disk(tmp_path / "one")
-    assert len(loaded(tmp_path / "one")) == 2
+    assert loaded(tmp_path / "one") == loaded(tmp_path / "one/data-00000-of-00001.arrow") == loaded(tmp_path)
 
 
 # ------------------------------------------------- rows --------------------------------------------------
@@ -381,24 +378,14 @@ def hub(monkeypatch):
     return hub
 
 
-def rows_of(name, count):
-    """So many rows, with the columns that the benchmark is known to have and nothing else."""
-    benchmark = BENCHMARKS[name]
-    columns = dict.fromkeys([benchmark.question, benchmark.answer], "1")
-    if name == "mmlu_stem":
-        columns |= {"choices": ["1", "2"], "answer": 1, "subject": STEM[0]}
-    return [columns | {benchmark.question: f"What is {i}?"} for i in range(count)]
-
-
 def test_only_the_tables_subjects_and_splits_are_read(hub):
-    hub.rows = rows_of("math_train", 3)
+    hub.rows = [dict(problem="q", solution="\\boxed{1}")]
     load_problems("math_train")
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
-    hub.calls, hub.rows = [], rows_of("mmlu_stem", 4)
-    hub.rows[3]["subject"] = "anatomy"
-    assert len(load_problems("mmlu_stem")) == 3
+    hub.calls.clear()
+    hub.rows = [dict(question=name, choices=["1", "2"], answer=1, subject=name) for name in (*STEM, "anatomy")]
+    assert len(load_problems("mmlu_stem")) == 18
     assert hub.calls == [("cais/mmlu", "all", "test")]
-    assert len(set(STEM)) == 18 and "anatomy" not in STEM
 
 
 @pytest.mark.parametrize("name, call", [
@@ -406,8 +393,8 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
     ("o/name:main:train[:9]", ("o/name", "main", "train[:9]")), ("o/name::dev", ("o/name", None, "dev")),
     ("o/n@v1.0", ("o/n", None, "train", "v1.0")), ("owner/name:a:b@c/d", ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, call, hub):
-    hub.rows = rows_of("math500", 2)
-    assert len(load_problems(name)) == 2 and hub.calls == [call]
+    hub.rows = ROWS
+    assert len(load_problems(name)) == 4 and hub.calls == [call]
     load_problems("owner/name", train=False)
     assert hub.calls[1:] == [("owner/name", None, "test")]
 
@@ -415,8 +402,8 @@ def test_config_split_and_revision_of_a_hub_id(name, call, hub):
 def test_a_benchmark_wins_over_a_folder_of_its_name(hub, tmp_path, monkeypatch):
     (tmp_path / "aime24").mkdir()
     monkeypatch.chdir(tmp_path)
-    hub.rows = rows_of("aime24", 2)
-    assert len(load_problems("aime24")) == 2 and hub.calls
+    hub.rows = ROWS
+    assert len(load_problems("aime24")) == 4 and hub.calls
 
 
 def test_what_the_hub_does_not_give_is_one_true_sentence(tmp_path, monkeypatch):
@@ -496,8 +483,7 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
         "Hi", "[user]\nHi\n[assistant]\n{question}", "Hi\n[user]\n{question}", "[User]\n{question}",
         "[System]\nBox.\n[user]\n{question}", "[user]:\n{question}", "[user] {question}", "[AI]",
         "[user]\n{question}\n[model]", "[system]\nx\n[human]\ny\n[user]\n{question}",
-        "[user]\nHi\n[system]\nBox.\n[user]\n{question}",
-        "[user]\nHi\n[user]\n{question}")],
+        "[user]\nHi\n[system]\nBox.\n[user]\n{question}", "[user]\nHi\n[user]\n{question}")],
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
 def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, text, words, tmp_path):

@@ -180,7 +180,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
                                 "template.")
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        # one that no response can give would count every response as wrong
         answer, *also_right = [*filter(_comes_back, golds)] or [None]
+        # ids have no gaps where duplicates were: the seeds of sampling derive from them
         problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
         kept = problems.setdefault((problem.question, *before), problem)
         odd = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
@@ -196,9 +198,11 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
 
 
 def _find_columns(name: str, source: str, rows, question_field: str, answer_field: str) -> Columns:
+    """The columns that flags, the benchmark or usual names tell. Raises UserError if one holds nothing."""
     filled = [*dict.fromkeys(column for row in rows for column in row if _is_filled(row[column]))]
     benchmark = BENCHMARKS.get(name, Benchmark(name, None))
     question, answer = question_field or benchmark.question, answer_field or benchmark.answer
+    # who names the question's column has decided to leave the rest out
     refused = [] if question else [*filter(REFUSED.fullmatch, filled)]
     question = question or _usual(QUESTIONS, filled) or QUESTIONS[0]
     answer = answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
@@ -214,6 +218,7 @@ def _usual(names: tuple[str, ...], columns: list[str]) -> str:
 
 
 def _is_filled(value) -> bool:
+    """Whether a cell holds anything. Parquet and pandas write null or NaN where a row has nothing."""
     return str(value).strip() not in ("", "None", "nan", "[]", "{}")
 
 
@@ -236,6 +241,7 @@ def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], 
 def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
     """(the question, the turns before it) of text, or of a chat that ends with the user's turn."""
     chat = value if isinstance(value, list) else [dict(role="user", content=value)]
+    # a turn that holds anything else (a tool's call, an image, a name) is not only text
     turns = [(turn["role"], turn["content"]) for turn in chat if isinstance(turn, dict)
              and {key for key in turn if _is_filled(turn[key])} == {"role", "content"}]
     texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
@@ -249,7 +255,7 @@ def _with_choices(text: str, before: list, options, right, column: str):
     """What `_read_row` returns, with lettered choices in the question and the right one's letter as gold.
 
     They are shuffled (GPQA's first is right) with a seed of the question's own, alike in every run."""
-    texts = {}
+    texts = {}  # by index, which stays where an option is empty
     if isinstance(options, list) and all(type(option) in PLAIN for option in options):
         texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
     is_index = type(right) is int and right in texts or right is None  # True is no index
@@ -286,6 +292,7 @@ def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int)
     unused = [column for column in columns.filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems)
     golds = [problem.answer for problem in problems if problem.answer is not None]
+    # "proof" or "not found" as an answer is often a remark: the numbers of rows show it
     words = Counter(gold for gold in golds if len(gold) > 1 and gold.replace(" ", "").isalpha())
     shown = [*map(repr, golds[:2]), *(f"{n} times {word!r}" for word, n in words.most_common(3))]
     answer = f"answer column '{columns.answer}'" if columns.answer else "no answer column"
@@ -304,11 +311,13 @@ def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
     folder, _, split = (str(path), "", "") if path.is_dir() else str(path).rpartition(":")
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(BENCHMARKS[name])
+    # a name may hold a colon, so files and folders are looked for as they are written
     if path.is_file() and _kind(path) in FILES:
         return str(path), {str(path): _read_file(path)}
     if folder and os.path.isdir(folder):
         return _read_folder(Path(folder), split or usual)
     hub = HUB_ID.fullmatch(name)
+    # what looks like a file is a mistyped one: the Hub would be asked in vain
     if not hub or path.exists() or name[0] in "/.~" or _kind(path) in FILES:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
                         "owner/name, owner/name:config:split or owner/name@revision, and here a folder, "
@@ -370,6 +379,7 @@ def _read_file(path: Path) -> list[dict]:
     try:
         opened = gzip.open if path.suffix.lower() == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            # `rows` grows line by line, so that an error can say behind which row it was
             if kind == ".json":
                 rows = json.load(file)
             elif kind == ".jsonl":
@@ -385,9 +395,11 @@ def _read_file(path: Path) -> list[dict]:
 
 
 def _read_csv(file, delimiter: str) -> list[dict]:
+    # strict: quotation marks that are not closed raise; a blank behind a comma belongs to no field
     reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
     rows = [*reader]
     for number, row in enumerate(rows, 1):
+        # DictReader gives a missing field the value None, and fields too many the name None
         if len(row) != len(reader.fieldnames) or None in row.values():
             raise ValueError(f"row {number} must have one field for each column of the first line (a text "
                              "with a comma needs quotation marks, and each column a name of its own)")
@@ -427,6 +439,7 @@ def read_template(style: str) -> list[tuple[str, str]]:
     roles = " ".join(role for role, _ in turns)
     in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
     asked = [part for role, part in turns if role != "assistant"][-1:]
+    # text before the first turn would be lost, and a turn that begins in the middle of a line is none
     is_mixed = before.strip() if roles else "[user]" in before
     if not in_order or is_mixed or "{question}" not in asked[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "

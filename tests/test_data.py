@@ -383,7 +383,8 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
     load_problems("math_train")
     assert hub.calls == [("EleutherAI/hendrycks_math", subject, "train") for subject in data.MATH]
     hub.calls.clear()
-    hub.rows = [dict(question=name, choices=["1", "2"], answer=1, subject=name) for name in (*STEM, "anatomy")]
+    row = dict(choices=["1", "2"], answer=1)
+    hub.rows = [row | dict(question=name, subject=name) for name in (*STEM, "anatomy")]
     assert len(load_problems("mmlu_stem")) == 18
     assert hub.calls == [("cais/mmlu", "all", "test")]
 

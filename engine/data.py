@@ -342,10 +342,11 @@ def _read_folder(folder: Path, split: str) -> tuple[str, dict[str, list[dict]]]:
     splits = {str(name): files for name, files in splits.items()}
     if split not in splits:
         raise UserError(f"{folder} has no split {split}, but {', '.join(splits)}: {folder}:{[*splits][0]}.")
-    files = [file for file in splits[split] if "/cache-" not in file]  # what save_to_disk leaves behind
+    # a data set that was changed and then saved has what it was changed to as cache-*.arrow, too
+    files = [file for file in splits[split] if not Path(file).name.startswith("cache-")]
     others = [file.name for file in folder.rglob("*") if file.is_file() and str(file.resolve()) not in files]
-    left = ", ".join(sorted(others)[:9]) or "none"
-    source = f"{folder}, split {split} ({len(files)} files; not read: {left})"
+    first = ", ".join(sorted(others)[:5]) or "none"
+    source = f"{folder}, split {split} ({len(files)} files; {len(others)} not read: {first})"
     return source, {file: _read_file(Path(file)) for file in files}
 
 

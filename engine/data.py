@@ -73,7 +73,7 @@ DOUBTS = {
     "questions show or mention a picture, which the model does not see": re.compile(
         r"\A(?!.*\[asy\]).*(!\[[^]]*\]\(|<im(g|age)\b|\\includegraphics|\bin the (figure|diagram|picture)\b)",
         re.DOTALL),
-    "questions ask for the answer elsewhere than in \\boxed{}": re.compile(r"Answer: *\$|<answer>|#### "),
+    "questions ask for the answer elsewhere than in \\boxed{}": re.compile(r"Answer: *\$|<answer>|####"),
     # in the question and behind it, or twice in a choice
     "questions have letters of their own for the choices": re.compile(
         r"^\W?A[.):].*^A\. |^A\. \W?[A-J][.):]", re.DOTALL | re.MULTILINE)}
@@ -342,7 +342,7 @@ def _read_folder(folder: Path, split: str) -> tuple[str, dict[str, list[dict]]]:
     splits = {str(name): files for name, files in splits.items()}
     if split not in splits:
         raise UserError(f"{folder} has no split {split}, but {', '.join(splits)}: {folder}:{[*splits][0]}.")
-    # a data set that was changed and then saved has what it was changed to as cache-*.arrow, too
+    # `map` leaves what it has made of a saved data set beside it, as cache-*.arrow
     files = [file for file in splits[split] if not Path(file).name.startswith("cache-")]
     others = [file.name for file in folder.rglob("*") if file.is_file() and str(file.resolve()) not in files]
     first = ", ".join(sorted(others)[:5]) or "none"

@@ -224,7 +224,7 @@ SAID = [  # rows, and what is printed of them
      "duplicates removed; columns not used: answers, label\n"),
     ([dict(question=f"q{i}", answer=["3", "5", "proof", "proof"][i]) for i in range(4)],
      "(4 gold answers: '3', '5', 2 times 'proof')"),
-    ([dict(prompt=DAPO), dict(prompt=[dict(role="user", content=DAPO + "!")])],
+    ([dict(prompt=DAPO), dict(prompt=[dict(role="user", content='q, after "####"')])],
      "2 questions ask for the answer elsewhere than in \\boxed{}, the first in {}, row 1\n"),
     *[([dict(question="q"), dict(question=text)], PICTURE)
       for text in ("P ![](https://x.jpg)", "<img src=x> q", "Seen in the figure.")],

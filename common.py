@@ -193,7 +193,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     benchmarks = {name: [Problem(*row, answer_keys=answer_keys) for row in part]
                   for name, part in benchmark_rows.items()}
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    options, identity = options_dict(args), data.digests(rows, benchmark_rows, stop_ids)
+    identity, options = data.digests(rows, benchmark_rows, stop_ids), options_dict(args)
     device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)

@@ -66,7 +66,7 @@ REFUSED = re.compile(
     r"system(_prompt|_message)?|(option|choice)_?[a-j1-9]|op[a-d]|[a-d]", re.IGNORECASE)
 PLAIN = (str, int, float, type(None))  # what a cell may hold
 # Text that a program has written, or a model: which part of it is meant, only its author knows
-CODED = re.compile(r"""\s*[\[{][\[{\s]*["']|.*<(answer|think)>""", re.DOTALL)
+CODED = re.compile(r"""\s*[\[{][\[{\s]*["']""")
 # What is odd in a question, but no reason to refuse a whole data set: it is printed with the number of rows
 DOUBTS = {
     # a figure that is drawn in code, as MATH's are, is text
@@ -275,7 +275,8 @@ def _golds(value, column: str) -> list[str]:
     value = value.get("ground_truth", value) if isinstance(value, dict) else value
     for item in value if isinstance(value, list) else [value]:
         is_rounded = isinstance(item, float) and abs(item) >= 2**53  # a whole number without its last digits
-        if type(item) not in PLAIN or is_rounded or CODED.match(str(item)):
+        is_coded = CODED.match(str(item)) or "<answer>" in str(item)
+        if type(item) not in PLAIN or is_rounded or is_coded:
             raise UserError(f"column '{column}' must hold a text (no JSON in it), a number below 2**53, or "
                             f"a list of these, any of which is right, not {item!r:.60} (docs/fork.md).")
     return gold_answers(value)

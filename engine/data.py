@@ -199,7 +199,9 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
 
 def _find_columns(name: str, source: str, rows, question_field: str, answer_field: str) -> Columns:
     """The columns that flags, the benchmark or usual names tell. Raises UserError if one holds nothing."""
-    filled = [*dict.fromkeys(column for row in rows for column in row if _is_filled(row[column]))]
+    filled = []
+    for row in rows:
+        filled += [column for column in row if column not in filled and _is_filled(row[column])]
     benchmark = BENCHMARKS.get(name, Benchmark(name, None))
     question, answer = question_field or benchmark.question, answer_field or benchmark.answer
     # who names the question's column has decided to leave the rest out

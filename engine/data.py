@@ -132,9 +132,10 @@ def count_steps(args, problems: list, tokenizer) -> int:
 def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
     read = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
-    found = {f"the data of {flag}": stable_hash([(p.prompt_ids, p.answer) for p in part])
-             for flag, part in read.items()}
-    return found | {"the stop tokens of --model": stable_hash(stop_ids)}
+    found = {"the stop tokens of --model": stable_hash(stop_ids)}
+    for flag, part in read.items():
+        found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
+    return found
 
 
 # ------------------------------------------------ problems ------------------------------------------------
@@ -243,9 +244,11 @@ def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], 
 def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
     """(the question, the turns before it) of text, or of a chat that ends with the user's turn."""
     chat = value if isinstance(value, list) else [dict(role="user", content=value)]
-    # a turn that holds anything else (a tool's call, an image, a name) is not only text
-    turns = [(turn["role"], turn["content"]) for turn in chat if isinstance(turn, dict)
-             and {key for key in turn if _is_filled(turn[key])} == {"role", "content"}]
+    turns = []
+    for turn in chat:
+        held = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
+        if held == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
+            turns.append((turn["role"], turn["content"]))
     texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
     if not turns or len(texts) < len(chat) or turns[-1][0] != "user":
         raise UserError(f"column '{column}' must hold a text (no JSON in it), or a chat: turns with a role "

@@ -186,14 +186,14 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     if machine.plan:
         plan.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
-    sets, benchmarks = data.read_data(args, tokenizer, train), {}
+    rows, parts = data.read_data(args, tokenizer, train)
     if machine.show_prompt:
-        data.print_prompts(tokenizer, sets, args.own_prompts(tokenizer))  # and exit
-    for name, rows in sets.items():
-        benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in rows]
-    problems = benchmarks.pop("--dataset")
+        data.print_prompts(args, tokenizer, rows, parts)  # and exit
+    problems, benchmarks = [Problem(*row, answer_keys=answer_keys) for row in rows], {}
+    for name, part in parts.items():
+        benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    options, identity = options_dict(args), data.digests(sets, stop_ids)
+    identity, options = data.digests(rows, parts, stop_ids), options_dict(args)
     device, dtype = start_processes(options, train, small=args.model in TOYS)
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)

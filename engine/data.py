@@ -1,8 +1,11 @@
-"""Problems and prompts: the benchmarks and files to load, and how a question is put to the model."""
+"""Problems and prompts: the benchmarks and files to load, and how a question is put to the model.
+
+A row is a question and perhaps an answer, or a multiple choice as GPQA and MMLU have it. Nothing is guessed:
+a row that brings more (a passage, options in another form, an image, JSON as text) is refused by column,
+since whoever knows the data makes one question of it in a few lines. docs/fork.md#your-data has recipes."""
 
 from __future__ import annotations
 
-import ast
 import csv
 import gzip
 import json
@@ -11,10 +14,8 @@ import random
 import re
 import sys
 import zlib
-from collections import namedtuple
+from collections import Counter, defaultdict, namedtuple
 from functools import lru_cache, partial
-from io import StringIO
-from itertools import chain
 from pathlib import Path
 
 from answers import LETTERS, equal, extract_answer, gold_answers
@@ -54,62 +55,51 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
         for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # each also with .gz behind it
-SPLITS = dict(train="train", training="train", test="test", testing="test", eval="test", evaluation="test",
-              validation="validation", valid="validation", val="validation", dev="validation")
-QUESTION_FIELDS = ("question problem Question Problem prompt query question_stem instruction messages "
-                   "input").split()
-ANSWER_FIELDS = ("answer", "Answer", "final_answer", "gold", "gold_answer", "ground_truth", "target",
-                 "expected_answer", "Correct Answer", "correct_answer", "answerKey", "reward_model",
-                 "solution", "golden_answers", "answers")
-GOLD_KEYS = (*ANSWER_FIELDS, "aliases", "value", "text", "content", "label")  # of a dict that holds gold
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # those of text also with .gz
+# Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
+QUESTIONS = ("question", "problem", "prompt", "messages")
+ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_model", "solution")
+# Names of columns without which the question may not be whole
+REFUSED = re.compile(
+    r"(instruction|input|body|context|passage|paragraph|article|document|story|table|schema|support|tool|"
+    r"function|history|option|distractor\d?|audio|video|image|picture|figure)s?(_\d+)?|background|"
+    r"system(_prompt|_message)?|(option|choice)_?[a-j1-9]|op[a-d]|[a-d]", re.IGNORECASE)
+PLAIN = (str, int, float, type(None))  # what a cell may hold
+# Text that a program has written, or a model: which part of it is meant, only its author knows
+CODED = re.compile(r"""\s*[\[{][\[{\s]*["']""")
+# What is odd in a question, but no reason to refuse a whole data set: it is printed with the number of rows
+DOUBTS = {
+    # a figure that is drawn in code, as MATH's are, is text
+    "questions show or mention a picture, which the model does not see": re.compile(
+        r"\A(?!.*\[asy\]).*(!\[[^]]*\]\(|<im(g|age)\b|\\includegraphics|\bin the (figure|diagram|picture)\b)",
+        re.DOTALL),
+    "questions ask for the answer elsewhere than in \\boxed{}": re.compile(r"Answer: *\$|<answer>|####"),
+    # in the question and behind it, or twice in a choice
+    "questions have letters of their own for the choices": re.compile(
+        r"^\W?A[.):].*^A\. |^A\. \W?[A-J][.):]", re.DOTALL | re.MULTILINE)}
 # name:config:split@revision of the Hub
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
-# files without rows: hidden ones, those about a data set, the caches of `datasets`
-ABOUT = re.compile(r"(^|/)(\..*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json)$")
-# columns that are part of a prompt: text before or behind the question, a system turn; the rest are refused
-PART = re.compile(
-    r"(?P<before>(?:instruction|body|context|passage|paragraph|article|document|story|table|schema)s?|"
-    r"background)|(?P<behind>inputs?)|(?P<system>system(?:_prompt|_message)?)|"
-    r"(?P<refused>(?:\w+_)?(?:image|picture|figure|audio|video|tool|function|history)s?(?:_\w+)?|"
-    r"(?:option|choice)_?[a-j1-9]|op[a-d]|[a-d])", re.IGNORECASE)
-# a chat that was written as text
-CHAT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from)""")
-# <answer>40</answer>, <final_answer>40
-TAGGED = re.compile(r"<(?:final_?)?answer>(.*?)(?:</(?:final_?)?answer>|$)", re.DOTALL | re.IGNORECASE)
-# text that may be JSON or Python: a list, a dict, a text in quotation marks
-CODED = re.compile(r"""\[.*\]|\{.*\}|b?(["']).*\1""", re.DOTALL)
-# a backslash that should be two, as in {"answer": "\frac{1}{2}"}, where \f would be a form feed
-SINGLE = re.compile(r"(?<!\\)\\(?=[a-tv-zA-Z][a-zA-Z])")
-# the letter before an option: A. x, (b) x
-LETTERED = re.compile(r"[(\[]?([A-J])\s*[.):\]]\s*(?=\S)", re.IGNORECASE)
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
-# filled: all that hold something. parts: (place, column) of PART. needed: what every row must have
-Columns = namedtuple("Columns", "filled question answer parts needed")
+# The names of the question's and the answer's, of those that are refused, and of all that hold something
+Columns = namedtuple("Columns", "question answer refused filled")
 
 
 # ----------------------------------------------- a run's data ---------------------------------------------
-def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
-    """The problems of --dataset, under that name, and those of every benchmark. Raises UserError if any are
-    missing."""
-    machine, problems, sets = args.machine, [], {}
+def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[Row]]]:
+    """(the problems of --dataset, those of each benchmark). Raises UserError if any are missing."""
+    machine, problems, benchmarks = args.machine, [], {}
     fields = machine.question_field, machine.answer_field
     read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = read("--dataset", args.dataset, fields)
     for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
-            sets[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
+            benchmarks[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
         elif problems:
-            sets[name] = problems
+            benchmarks[name] = problems
         else:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
-    held = {}
-    for name, part in sets.items():
-        twin = held.setdefault(stable_hash(sorted(problem.prompt_ids for problem in part)), name)
-        if twin != name:
-            print0(f"Warning: {twin} and {name} hold the same problems, which eval/mean counts twice.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "
@@ -119,13 +109,14 @@ def read_data(args, tokenizer, train: bool) -> dict[str, list[Row]]:
     if problems and len(problems) < args.prompts_per_batch and not machine.show_prompt:
         raise UserError(f"--prompts_per_batch is {args.prompts_per_batch}, but must be at most "
                         f"{len(problems)}, the problems of --dataset: a batch holds none twice.")
-    return {"--dataset": problems} | sets
+    return problems, benchmarks
 
 
-def print_prompts(tokenizer, sets: dict[str, list], own: dict[str, list[int]]) -> None:
+def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    firsts = [(f"first problem of {name}", part[0].prompt_ids) for name, part in sets.items() if part]
-    for name, ids in [*firsts[:1], *own.items()]:
+    read = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
+    prompts = {f"first problem of {name}": read[name][0].prompt_ids for name in [*read][:1]}
+    for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
 
@@ -138,11 +129,11 @@ def count_steps(args, problems: list, tokenizer) -> int:
     return steps
 
 
-def digests(sets: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
+def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
+    read = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
     found = {"the stop tokens of --model": stable_hash(stop_ids)}
-    for name, part in sets.items():
-        flag = name if name == "--dataset" else f"--eval {name}"
+    for flag, part in read.items():
         found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
     return found
 
@@ -177,368 +168,248 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
     control: tokens that a prompt may not hold. Raises UserError, with the row, on what cannot be used."""
     source, tables = _read(name, train)
-    rows = [*chain.from_iterable(tables.values())]
-    columns = _find_columns(name, source, rows, question_field, answer_field)
-    problems, differ, lost, contrary = {}, set(), [], []
-    for file, table in tables.items():
-        for number, row in enumerate(table, 1):
-            where = f"{file}, row {number}"
-            problem, is_lost = _problem(row, len(problems), columns, control, where)
-            if is_lost:
-                lost.append(f"{where}: {str(row[columns.answer])[:80]!r}")
-            kept = problems.setdefault((problem.question, *problem.before), problem)
-            if kept is not problem:
-                differ |= {column for column in columns.filled if row.get(column) != kept.row.get(column)}
-                if problem.answer != kept.answer and not equal(problem.answer or "", kept.answer or ""):
-                    contrary.append(where)
+    rows = {f"{file}, row {n}": row for file, table in tables.items() for n, row in enumerate(table, 1)}
+    columns = _find_columns(name, source, rows.values(), question_field, answer_field)
+    problems, doubts = {}, defaultdict(list)
+    for where, row in rows.items():
+        try:
+            text, before, golds, choices = _read_row(row, columns)
+            prompt = "\n".join([text, *(content for _, content in before)])
+            if token := control and control.search(prompt):
+                raise UserError(f"it holds {token[0]!r}, a control token of --model, which would begin or "
+                                "end a turn; take it out, or give --prompt plain if the data brings a "
+                                "template.")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        # one that no response can give would count every response as wrong
+        answer, *also_right = [*filter(_comes_back, golds)] or [None]
+        # ids have no gaps where duplicates were: the seeds of sampling derive from them
+        problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
+        kept = problems.setdefault((problem.question, *before), problem)
+        odd = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
+        odd["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
+        odd["duplicates have another gold answer"] = answer != kept.answer and not equal(answer, kept.answer)
+        for doubt in filter(odd.get, odd):
+            doubts[doubt].append(where)
     problems = [*problems.values()]
-    print0(f"{name}: {_loading_line(problems, source, columns, len(rows), differ)}")
-    for fault, found in (("answers cannot be given in a box", lost),
-                         ("duplicates have another gold answer", contrary)):
-        if found:
-            print0(f"Warning: {name}: {len(found)} {fault}, the first in {found[0]}")
+    print0(f"{name}: {_loading_line(problems, source, columns, len(rows))}")
+    for doubt, places in doubts.items():
+        print0(f"Warning: {name}: {len(places)} {doubt}, the first in {places[0]}")
     return problems
 
 
-def _find_columns(name: str, source: str, rows: list, question_field: str, answer_field: str) -> Columns:
-    """The columns of the question, its answer and the rest of its prompt. Raises UserError."""
-    first = {}  # of every column, what it holds first
-    for column in dict.fromkeys(chain.from_iterable(rows)):
-        first[column] = next((row[column] for row in rows if _is_filled(row.get(column))), None)
-    filled = [column for column, value in first.items() if value is not None]
+def _find_columns(name: str, source: str, rows, question_field: str, answer_field: str) -> Columns:
+    """The columns that flags, the benchmark or usual names tell. Raises UserError if one holds nothing."""
+    filled = []
+    for row in rows:
+        filled += [column for column in row if column not in filled and _is_filled(row[column])]
     benchmark = BENCHMARKS.get(name, Benchmark(name, None))
-    alone, named = question_field or benchmark.question, answer_field or benchmark.answer
-    question = alone or next((column for column in QUESTION_FIELDS if column in filled), "")
-    answer = named or next((column for column in ANSWER_FIELDS if column in filled), "")
-    if not rows:
-        raise UserError(f"{source} holds no problems.")
-    if not question:
-        raise UserError(f"{source} has no question column that holds text (columns: {', '.join(first)}); "
-                        "name it with --question_field.")
-    others = [column for column in filled if not isinstance(first[column], int | float)]
-    others = [] if alone else [column for column in others if column not in (question, answer)]
-    parts = [(match.lastgroup, column) for column in others if (match := PART.fullmatch(column))]
-    needed = {question, named, *(GPQA if GPQA[1] in first else ())} - {""}
-    return Columns(filled, question, answer, sorted(parts), needed)
+    question, answer = question_field or benchmark.question, answer_field or benchmark.answer
+    # who names the question's column has decided to leave the rest out
+    refused = [] if question else [*filter(REFUSED.fullmatch, filled)]
+    question = question or _usual(QUESTIONS, filled) or QUESTIONS[0]
+    answer = answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
+    for column in filter(None, (question, answer)):
+        if column not in filled:
+            raise UserError(f"{source} has no column '{column}' that holds anything (columns: "
+                            f"{', '.join(filled)}); --question_field and --answer_field name others.")
+    return Columns(question, answer, refused, filled)
+
+
+def _usual(names: tuple[str, ...], columns: list[str]) -> str:
+    return next((column for name in names for column in columns if column.lower() == name), "")
 
 
 def _is_filled(value) -> bool:
-    """Whether a cell holds anything; parquet fills lists and dicts up with nulls."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        return any(map(_is_filled, value))
-    return value is not None and value == value and str(value).strip() not in ("", "[]", "{}", "null")
+    """Whether a cell holds anything. Parquet and pandas write null or NaN where a row has nothing."""
+    return str(value).strip() not in ("", "None", "nan", "[]", "{}")
 
 
-def _problem(row: dict, number: int, columns: Columns, control, where: str) -> tuple[Row, bool]:
-    """(the problem of a row, whether it has a gold answer that no response could give). Raises UserError."""
-    if not columns.needed <= row.keys():
-        missing = min(columns.needed - row.keys())
-        raise UserError(f"{where} has no column '{missing}' (columns: {', '.join(row)}).")
-    text, before = _turns(row[columns.question], f"{where}: column '{columns.question}'")
-    for place, column in columns.parts:  # a system turn comes last
-        text, before = _with_part(text, before, place, row.get(column), f"{where}: column '{column}'")
-    text, golds, choices = _with_choices(text, row, columns.answer, where)
-    if held := control and control.search("\n".join([text, *(said for _, said in before)])):
-        raise UserError(f"{where} holds {held[0]!r}, a control token of --model, which would begin or end a "
-                        "turn; take it out, or give --prompt plain if the data brings a template.")
-    given = [gold for gold in golds if gold is not None]
-    gold, *also = [*given, ", ".join(given)] if len(given) > 1 else given or [None]
-    return Row(text.strip(), gold, number, choices, before, [], also, row), None in golds
-
-
-def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int, differ: set) -> str:
-    """What was read and from which columns, the first gold answers, and what was not used."""
-    asked = [columns.question, *(column for _, column in columns.parts)]
-    choices = ("choices", "options", *GPQA) if any(problem.choices for problem in problems) else ()
-    unused = [column for column in columns.filled if column not in (columns.answer, *asked, *choices)]
-    chats = sum(bool(problem.before) for problem in problems)
-    golds = [problem.answer for problem in problems if problem.answer is not None]
-    shown = f"{len(golds)} gold answers{': ' if golds else ''}{', '.join(map(repr, golds[:2]))}"
-    words = [f"{len(problems)} problems from {source}", f"question column '{' + '.join(asked)}'"]
-    if chats:
-        words.append(f"{chats} with earlier turns, which replace those of --prompt")
-    words.append(f"{f'answer column {columns.answer!r}' if columns.answer else 'no answer column'} ({shown})")
-    words.append(f"{rows - len(problems)} duplicates removed")
-    if differ := sorted(differ & {*unused}):
-        words.append(f"which differ in {_some(differ)}")
-    return ", ".join(words) + (f"; not used: {_some(unused)}" if unused else "")
-
-
-def _some(names: list) -> str:
-    return ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _turns(value, where: str) -> tuple[str, list[tuple[str, str]]]:
-    """(the question, the turns before it) of text, or of a chat whose last turn is the question."""
-    turns = []
-    try:
-        for turn in value if isinstance(value, list) else ():
-            content = turn["content"]
-            pieces = content if isinstance(content, list) else [dict(text=content)]
-            for piece in (turn, *pieces):
-                held = [match for key in piece if (match := PART.fullmatch(key)) and _is_filled(piece[key])]
-                if any(match["refused"] for match in held) or piece.get("type") not in ("text", None):
-                    raise KeyError  # an image, or the call of a tool
-            turns.append((turn["role"], "".join([piece["text"] for piece in pieces])))
-        role, text = turns.pop() if isinstance(value, list) else ("user", value)
-    except (TypeError, KeyError, IndexError, AttributeError):
-        role, text = "", ""
-    if role != "user" or not isinstance(text, str) or not text.strip() or CHAT.match(text):
-        raise UserError(f"{where} holds no text, nor a list of turns, each with a role and a content of text "
-                        "alone (no image, no tool), the last of them the user's; see --question_field.")
-    return text, turns
-
-
-def _with_part(text: str, before: list, place: str, more, where: str) -> tuple[str, list]:
-    """(question, turns before it) with what another column has for this place."""
-    held = [text, *(said for _, said in before)]
-    # some prompts hold it already
-    is_held = isinstance(more, str) and (more.strip() in held or len(more) > 40 and more.strip() in text)
-    if not _is_filled(more) or is_held and place != "refused":
-        return text, before
-    begun = before[0][0] if before else ""
-    places = {"": ("before", "behind", "system"), "user": ("system",)}
-    if not isinstance(more, str) or place not in places.get(begun, ()):
-        raise UserError(f"{where} seems to be part of the prompt, but cannot be put into it; "
-                        "--question_field, which takes one column alone, leaves it out.")
-    if place == "system":
-        return text, [("system", more.strip()), *before]
-    return "\n\n".join([more.strip(), text] if place == "before" else [text, more.strip()]), before
-
-
-def _with_choices(text: str, row: dict, answer: str, where: str) -> tuple[str, list[str | None], int]:
-    """(question, gold answers, number of choices); with lettered choices and the right letters if it has any.
-
-    They are shuffled (GPQA's first is right) with a seed of the question's own, alike in every run, unless
-    the question lists them already."""
-    options, gold = row.get("choices") or row.get("options"), row.get(answer)
+def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], list[str], int]:
+    """(question, turns before it, gold answers, number of choices). Raises UserError."""
+    for column in columns.refused:
+        if _is_filled(row.get(column)):
+            raise UserError(f"column '{column}' may be part of the question; put all of it into one column "
+                            "(recipes: docs/fork.md), or leave it out by --question_field "
+                            f"{columns.question}.")
+    text, before = _turns(row.get(columns.question), columns.question)
+    options, right = row.get("choices"), row.get(columns.answer)
     if GPQA[1] in row:
-        options, gold = [row[column] for column in GPQA], 0
-    if not options:
-        return text, _golds(gold), 0
-    texts, right = _choices(options, gold)
-    if not texts or max(texts) >= len(LETTERS) or answer and right not in [*texts]:
-        naming = f", and column '{answer}' must name the right one" if answer else ""
-        raise UserError(f"{where}: its choices must be a list of at most {len(LETTERS)}{naming}.")
+        options, right = [row.get(column) for column in GPQA], 0
+    if _is_filled(options):
+        return _with_choices(text, before, options, right, columns.answer)
+    return text, before, _golds(right, columns.answer), 0
+
+
+def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
+    """(the question, the turns before it) of text, or of a chat that ends with the user's turn."""
+    chat = value if isinstance(value, list) else [dict(role="user", content=value)]
+    turns = []
+    for turn in chat:
+        held = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
+        if held == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
+            turns.append((turn["role"], turn["content"]))
+    texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
+    if not turns or len(texts) < len(chat) or turns[-1][0] != "user":
+        raise UserError(f"column '{column}' must hold a text (no JSON in it), or a chat: turns with a role "
+                        "and a text as content, no image and no tool, the last of them the user's.")
+    return texts[-1], turns[:-1]
+
+
+def _with_choices(text: str, before: list, options, right, column: str):
+    """What `_read_row` returns, with lettered choices in the question and the right one's letter as gold.
+
+    They are shuffled (GPQA's first is right) with a seed of the question's own, alike in every run."""
+    texts = {}  # by index, which stays where an option is empty
+    if isinstance(options, list) and all(type(option) in PLAIN for option in options):
+        texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
+    is_index = type(right) is int and right in texts or right is None  # True is no index
+    if not is_index or max(texts, default=99) >= len(LETTERS):
+        raise UserError(f"its choices must be a list of at most {len(LETTERS)} texts, and column "
+                        f"'{column or 'answer'}' the index of the right one, from 0, not {right!r:.40} "
+                        "(recipes: docs/fork.md).")
     order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
-    letters = dict(zip(order, LETTERS))
-    if all(re.search(rf"(?<!\w){LETTERS[i]}\s*[.):\]]\s*{re.escape(texts[i])}", text) for i in texts):
-        letters = {i: LETTERS[i] for i in texts}
-    else:
-        text = "\n".join([text, "", *(f"{letters[i]}. {texts[i]}" for i in order)])
-    golds = [letters[i] for i in texts if answer and texts[i] == texts[right]]  # equal choices are all right
-    return text, golds, LETTERS.index(max(letters.values())) + 1
+    letters = [*zip(LETTERS, order)]
+    text = "\n".join([text, "", *(f"{letter}. {texts[i]}" for letter, i in letters)])
+    golds = [letter for letter, i in letters if texts[i] == texts.get(right)]  # equal choices are all right
+    return text, before, golds, len(texts)
 
 
-def _choices(options, gold) -> tuple[dict[int, str], object]:
-    """({index: option without its letter}, the right one's index, which is named by label, letter, text or
-    index from 0); options: a list, or a dict of labels and texts (ARC) or {label: text}."""
-    labels = LETTERS
-    if isinstance(options, dict):
-        labels, options = options.get("label", [*options]), options.get("text", [*options.values()])
-    if not isinstance(options, list) or any(isinstance(option, dict | list) for option in options):
-        return {}, None
-    texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
-    right = gold if isinstance(gold, int) else next(iter(_open(gold)), None)
-    if isinstance(right, str) and not right.isdecimal():
-        right = next((i for i in texts if texts[i] == right), right)
-    right = {str(label): i for i, label in enumerate(labels)}.get(str(right), right)
-    marks = {i: LETTERED.match(option) for i, option in texts.items()}
-    if all(mark and mark[1].upper() == LETTERS[i:i + 1] for i, mark in marks.items()):
-        texts = {i: option[marks[i].end():] for i, option in texts.items()}
-    return texts, right
-
-
-def _golds(value) -> list[str | None]:
-    """The gold answers in a cell as text; None for what no response could give in a box."""
-    golds = []
-    for plain in _open(value):
-        found = [] if isinstance(plain, dict) else gold_answers(plain)
-        golds += [gold if _comes_back(gold) else None for gold in found]
-        if not found and len(str(plain)) > 4:  # not None, N/A, #N/A, NaN
-            golds.append(None)
-    return list(dict.fromkeys(golds))
+def _golds(value, column: str) -> list[str]:
+    """The gold answers in a text, number, list of them (any is right), or verl's dict with one of them."""
+    value = value.get("ground_truth", value) if isinstance(value, dict) else value
+    for item in value if isinstance(value, list) else [value]:
+        is_rounded = isinstance(item, float) and abs(item) >= 2**53  # a whole number without its last digits
+        is_coded = CODED.match(str(item)) or "<answer>" in str(item)
+        if type(item) not in PLAIN or is_rounded or is_coded:
+            raise UserError(f"column '{column}' must hold a text (no JSON in it), a number below 2**53, or "
+                            f"a list of these, any of which is right, not {item!r:.60} (docs/fork.md).")
+    return gold_answers(value)
 
 
 def _comes_back(gold: str) -> bool:
     """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
-    if len(gold) > 300 or gold.startswith(('{"', "{'")):  # JSON that is cut off
-        return False
-    answer = extract_answer(f"\\boxed{{{gold}}}")
-    return answer == gold or equal(answer, gold)
+    return len(gold) <= 300 and equal(gold, extract_answer(f"\\boxed{{{gold}}}"))
 
 
-def _open(value) -> list:
-    """The plain values in a cell of gold answers: in bytes, lists, tags, dicts, text that is JSON or Python.
-
-    A dict with several keys, none of which is known, stays."""
-    if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    if isinstance(value, str):
-        return _open_text(value.strip())
-    if isinstance(value, list | tuple | set):
-        return [*chain.from_iterable(map(_open, value))]
-    if not isinstance(value, dict):
-        return [value]
-    held = {key: item for key, item in value.items() if _is_filled(item)}
-    known = [held[key] for key in GOLD_KEYS if key in held]
-    known = known or [item for item in held.values() if len(held) == 1 or isinstance(item, dict)]
-    return _open(known[0]) if known else [held] if held else []
-
-
-def _open_text(text: str) -> list:
-    """The plain values in text; mathematics that looks like Python, such as the point [1, 2], stays."""
-    if "<" in text and (tagged := TAGGED.findall(text)):
-        return _open(tagged[-1])
-    if not CODED.fullmatch(text) or text[0] == "[" and gold_answers(text) != [text]:
-        return [text]
-    for decode in (json.loads, ast.literal_eval):
-        try:
-            value = decode(SINGLE.sub(r"\\\\", text))
-        except (ValueError, SyntaxError, TypeError):
-            continue
-        plain = _open(value)
-        is_point = len(plain) > 1 and all(isinstance(item, int | float) for item in plain)
-        return [text] if is_point and not isinstance(value, dict) else plain
-    return [text]
+def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int) -> str:
+    """What was read and from which columns, the first gold answers and usual words, and what was not used."""
+    used = {*columns[:2], *(("choices", *GPQA) if any(problem.choices for problem in problems) else ())}
+    unused = [column for column in columns.filled if column not in used]
+    chats = sum(bool(problem.before) for problem in problems)
+    golds = [problem.answer for problem in problems if problem.answer is not None]
+    # "proof" or "not found" as an answer is often a remark: the numbers of rows show it
+    words = Counter(gold for gold in golds if len(gold) > 1 and gold.replace(" ", "").isalpha())
+    shown = [*map(repr, golds[:2]), *(f"{n} times {word!r}" for word, n in words.most_common(3))]
+    answer = f"answer column '{columns.answer}'" if columns.answer else "no answer column"
+    return (f"{len(problems)} problems from {source}, question column '{columns.question}'"
+            f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
+            f"{answer} ({len(golds)} gold answers: {', '.join(shown) or 'none'}), "
+            f"{rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
 
 
 # -------------------------------------------------- files -------------------------------------------------
 def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
-    """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder."""
+    """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder.
+
+    Where no split is named, --dataset reads train, and --eval test."""
+    path, usual = TOYS.get(name) or Path(os.path.expanduser(name)), "train" if train else "test"
+    folder, _, split = (str(path), "", "") if path.is_dir() else str(path).rpartition(":")
     if name in BENCHMARKS:  # also beside a folder of that name
-        return _read_hub(name, train)
-    path, split = TOYS.get(name) or Path(os.path.expanduser(name)), ""
-    outer, _, word = str(path).rpartition(":")
-    if not path.exists() and len(outer) > 1 and os.path.exists(outer):
-        path, split = Path(outer), word
-    if name and path.is_dir():
-        source, files = _files_of(path, split, train)
-        return source, {str(file): _read_file(file) for file in files}
-    if path.exists() and _kind(path) in FILES:
-        if split:
-            raise UserError(f"{path} is a file, which has no split '{split}'; name the file alone.")
+        return _read_hub(BENCHMARKS[name])
+    # a name may hold a colon, so files and folders are looked for as they are written
+    if path.is_file() and _kind(path) in FILES:
         return str(path), {str(path): _read_file(path)}
-    likely = name[:1] in ("/", ".", "~") or path.suffix.lower() in (*FILES, ".gz", ".zip", ".xlsx")
-    if likely and not path.exists():
-        raise UserError(f"there is no file {path}.")
-    if path.exists() or not HUB_ID.fullmatch(name):
-        raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        "owner/name, owner/name:config:split or owner/name@revision, a folder, folder:split, "
-                        f"or a local {', '.join(FILES)} file.")
-    return _read_hub(name, train)
-
-
-def _read_hub(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
-    """What `_read` returns, of a benchmark or a data set of the Hub."""
+    if folder and os.path.isdir(folder):
+        return _read_folder(Path(folder), split or usual)
     hub = HUB_ID.fullmatch(name)
-    hub_id, config, split, revision = hub.groups() if hub else (name, None, None, None)
-    benchmark = BENCHMARKS.get(name, Benchmark(hub_id, split or None, configs=(config or None,)))
+    # what looks like a file is a mistyped one: the Hub would be asked in vain
+    if not hub or path.exists() or name[0] in "/.~" or _kind(path) in FILES:
+        raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
+                        "owner/name, owner/name:config:split or owner/name@revision, and here a folder, "
+                        f"folder:split, or a {', '.join(FILES)} file.")
+    hub_id, config, split, revision = hub.groups()
+    return _read_hub(Benchmark(hub_id, split or usual, configs=(config or None,)), revision)
+
+
+def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, dict[str, list[dict]]]:
+    """What `_read` returns, of a benchmark or a data set of the Hub."""
     source, rows = benchmark.hub_id, []
+    for config in benchmark.configs:
+        rows += _ask("load_dataset", source, config, split=benchmark.split, revision=revision)
+    subjects = STEM if benchmark is BENCHMARKS["mmlu_stem"] else ()
+    rows = [row for row in rows if not subjects or row["subject"] in subjects]
+    return f"{source}, split {benchmark.split}", {source: rows}
+
+
+def _read_folder(folder: Path, split: str) -> tuple[str, dict[str, list[dict]]]:
+    """What `_read` returns, of a folder, whose splits `datasets` tells by the names in it."""
+    splits = _ask("load_dataset_builder", str(folder)).config.data_files
+    splits = {str(name): files for name, files in splits.items()}
+    if split not in splits:
+        raise UserError(f"{folder} has no split {split}, but {', '.join(splits)}: {folder}:{[*splits][0]}.")
+    # `map` leaves what it has made of a saved data set beside it, as cache-*.arrow
+    files = [file for file in splits[split] if not Path(file).name.startswith("cache-")]
+    others = [file.name for file in folder.rglob("*") if file.is_file() and str(file.resolve()) not in files]
+    first = ", ".join(sorted(others)[:5]) or "none"
+    source = f"{folder}, split {split} ({len(files)} files; {len(others)} not read: {first})"
+    return source, {file: _read_file(Path(file)) for file in files}
+
+
+def _ask(function: str, source: str, *args, **options):
+    """What a function of `datasets` returns; of a data set its rows, as they are stored. Raises UserError, as
+    the errors of `datasets` are of many kinds."""
     try:
-        import datasets  # not above: it takes half a second, and local text does without
+        import datasets  # not above: it takes half a second, and text does without
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
-        for config in benchmark.configs:
-            data = datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split, revision=revision)
-            if isinstance(data, dict):
-                split = _meant(data, train, f"{benchmark.hub_id}:{config or ''}")
-                source, data = f"{benchmark.hub_id}, split {split}", data[split]
-            rows += _rows(data.with_format("arrow")[:])
-    except UserError:
-        raise
-    except Exception as error:  # `datasets` raises many kinds, some of which only say that there is a cause
-        error = error.__cause__ or error
-        doubt = " (no network, gated, or no such name?)" if isinstance(error, OSError) else ""
-        raise UserError(f"{name} cannot be read{doubt}: {' '.join(str(error).split())}") from None
-    return source, {benchmark.hub_id: [row for row in rows if name != "mmlu_stem" or row["subject"] in STEM]}
+        data = getattr(datasets, function)(source, *args, **options)
+        return data.with_format("arrow")[:].to_pylist() if isinstance(data, datasets.Dataset) else data
+    except ImportError:
+        raise UserError(f"{source} is read by a library: pip install datasets.") from None
+    except Exception as error:
+        cause, file = str(error.__cause__ or error), options.get("data_files", source)
+        raise UserError(f"{file} cannot be read: {' '.join(cause.split()).rstrip('.')}.") from None
 
 
 def _kind(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _meant(splits: dict, train: bool, source) -> str:
-    """The split that --dataset or, without train, --eval means; "" are files whose names tell none."""
-    order = [s for s in (["train", ""] if train else ["test", "validation", "", "train"]) if s in splits]
-    if not order and len(splits) > 1:
-        raise UserError(f"{source} has the splits {_some([*splits])}; name one, as {source}:{[*splits][0]}.")
-    return [*order, *splits][0]
-
-
-def _files_of(folder: Path, split: str, train: bool) -> tuple[str, list[Path]]:
-    """(what is read and what is not, in words; the files) of a split, which file and folder names tell."""
-    splits, rest = {}, []
-    found = [Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names]
-    found = [path.relative_to(folder) for path in found]
-    for file in sorted(file for file in found if not ABOUT.search(str(file))):
-        parts = re.sub("set|data", "", "/".join(file.parts[::-1]))  # trainset, test_data
-        words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", parts)
-        told = next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
-        (splits.setdefault(told, []) if _kind(file) in FILES else rest).append(file)
-    split = SPLITS.get(split, split) or (_meant(splits, train, folder) if splits else "")
-    if split not in splits:
-        raise UserError(f"{folder} has no {split or 'data'} in files of {', '.join(FILES)}.")
-    files = splits.pop(split)
-    rest = [*chain.from_iterable(splits.values()), *rest]
-    words = f"{_some(files)}{'; not read: ' if rest else ''}{_some(rest)}"
-    return f"{folder}{', split ' if split else ''}{split} ({words})", [folder / file for file in files]
-
-
 def _read_file(path: Path) -> list[dict]:
-    """The rows of a file, packed by gzip or not; all text of .csv and .tsv. Raises UserError.
+    """The rows of a file. Raises UserError.
 
-    `datasets` does not name the broken line; of a .csv file it reads 007 as 7, and N/A as nothing."""
-    kind, number = _kind(path), 0
+    Text is read by Python. `datasets` would make 1.2e19 of 12345678901234567890 and a date of 2020-01-01, and
+    where a comma lacks its quotation marks it would take what stands behind it for the question."""
+    kind, rows = _kind(path), []
+    if kind in (".parquet", ".arrow"):
+        return _ask("load_dataset", kind[1:], data_files=str(path), split="train")
     try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        if kind in (".parquet", ".arrow"):
-            from pyarrow import BufferReader, ipc, parquet  # not above: many machines do without
-            reader = ipc.open_file if data[:6] == b"ARROW1" else ipc.open_stream
-            data = BufferReader(data)
-            return _rows(parquet.read_table(data) if kind == ".parquet" else reader(data).read_all())
-        text = data.decode("utf-8-sig")  # -sig: some editors write a byte order mark
-        if kind == ".json":
-            rows = json.loads(text)
-        elif kind == ".jsonl":
-            rows = []
-            for number, line in enumerate(text.split("\n")):  # splitlines() also splits at U+2028
-                rows += [json.loads(line)] if line.strip() else []
-        else:
-            rows = _read_csv(text, "\t" if kind == ".tsv" else ",")
-    except ImportError:
-        raise UserError(f"{path} is read with pyarrow: pip install datasets, which brings it.") from None
+        opened = gzip.open if path.suffix.lower() == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            # `rows` grows line by line, so that an error can say behind which row it was
+            if kind == ".json":
+                rows = json.load(file)
+            elif kind == ".jsonl":
+                rows += (json.loads(line) for line in file if line.strip())
+            else:
+                rows = _read_csv(file, "\t" if kind == ".tsv" else ",")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it must hold a list of objects")
     except (ValueError, OSError, EOFError, zlib.error, csv.Error) as error:
-        where = f", line {number + error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        reason = getattr(error, "msg", first_line(error))
-        raise UserError(f"{path}{where} is not valid {kind[1:].upper()}: {reason.rstrip('.')}.") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} must hold a list of objects, each with a question.")
+        behind = f" behind row {len(rows)}" if kind == ".jsonl" else ""
+        raise UserError(f"{path} cannot be read{behind}: {first_line(error)}.") from None
     return rows
 
 
-def _read_csv(text: str, delimiter: str) -> list[dict]:
-    csv.field_size_limit(2**31 - 1)
-    lines = filter(None, csv.reader(StringIO(text, newline=None), delimiter=delimiter, strict=True))
-    header, rows = next(lines, []), []
-    if len({*header}) < len(header):
-        raise ValueError("two of its columns have the same name")
-    for line in lines:
-        if len(line) != len(header):
-            raise ValueError(f"row {len(rows) + 1} has more or fewer fields than the first line")
-        rows.append(dict(zip(header, line)))
-    return rows
-
-
-def _rows(table) -> list[dict]:
-    """The rows of a table of pyarrow, with the names of class labels, which `datasets` keeps beside it."""
-    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    rows = table.to_pylist(maps_as_pydicts="strict")
-    for column, feature in (about.get("features") or {}).items():
-        for row in rows if "names" in feature else ():
-            row[column] = None if row[column] in (None, -1) else feature["names"][row[column]]
+def _read_csv(file, delimiter: str) -> list[dict]:
+    # strict: quotation marks that are not closed raise; a blank behind a comma belongs to no field
+    reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+    rows = [*reader]
+    for number, row in enumerate(rows, 1):
+        # DictReader gives a missing field the value None, and fields too many the name None
+        if len(row) != len(reader.fieldnames) or None in row.values():
+            raise ValueError(f"row {number} must have one field for each column of the first line (a text "
+                             "with a comma needs quotation marks, and each column a name of its own)")
     return rows
 
 
@@ -568,18 +439,19 @@ def read_template(style: str) -> list[tuple[str, str]]:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{wrong}: {first_line(error)}.") from None
-    before, *parts = re.split(r"^\[(system|user|assistant)\][ \t]*$", text, flags=re.MULTILINE)
-    turns = [(role, text.strip()) for role, text in zip(parts[::2], parts[1::2])]
-    like = r"^[ \t]*\[ *(?:[a-z]{2,} *\]:?[ \t]*$|(?:system|user|assistant) *\].*)"
-    odd = re.search(like, "\n".join([before, *parts[1::2]]), re.MULTILINE | re.IGNORECASE)
+    # a line that looks like one, as [User] or [human], begins a turn of a role that is refused
+    before, *parts = re.split(r"^[ \t]*\[([A-Za-z]{2,})\][ \t]*$", text, flags=re.MULTILINE)
+    turns = [(role, part.strip()) for role, part in zip(parts[::2], parts[1::2])]
     turns = turns or [("", before.rstrip("\n"))]
     roles = " ".join(role for role, _ in turns)
     in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
-    asked = [text for role, text in turns if role != "assistant"][-1:]
-    if odd or roles and before.strip() or not in_order or "{question}" not in asked[0]:
+    asked = [part for role, part in turns if role != "assistant"][-1:]
+    # text before the first turn would be lost, and a turn that begins in the middle of a line is none
+    is_mixed = before.strip() if roles else "[user]" in before
+    if not in_order or is_mixed or "{question}" not in asked[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
-                        "[user] or [assistant], in this order, the last [user] turn with {question}"
-                        f"{odd and f'; its line {odd[0].strip()!r} only looks like one' or ''}.")
+                        "[user] or [assistant], in this order, the last [user] turn with {question}; it has "
+                        f"{roles or 'none'}.")
     return turns
 
 

@@ -107,7 +107,7 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     if "strftime_now" in template:
         variables = dict(strftime_now=DATE.strftime) | variables
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
-    tokenizer.control = control_tokens(tokenizer, path) if chat else None
+    tokenizer.control = control_tokens(tokenizer) if chat else None
 
     known = tokenizer.known_to_model = config.get_text_config().vocab_size  # Gemma 3 1B: one less than it has
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
@@ -125,12 +125,14 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
 def read_variables(text: str) -> dict:
     """--template_vars as a dict. Raises UserError."""
     try:
-        if re.search(r"""["']\s*(true|false)\s*["']\s*[],}]""", text, re.IGNORECASE):
-            raise ValueError
-        return dict(json.loads(text or "{}").items())
-    except (ValueError, AttributeError):
+        variables = json.loads(text or "{}")
+    except ValueError:
+        variables = None
+    # a template takes the text "false" for true
+    if not isinstance(variables, dict) or re.search(r'"\s*(true|false)\s*"', text, re.IGNORECASE):
         raise UserError(f"--template_vars is '{text}', but must be a JSON object such as "
-                        '\'{"enable_thinking": false}\', true and false without quotation marks.') from None
+                        '\'{"enable_thinking": false}\', true and false without quotation marks.')
+    return variables
 
 
 def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
@@ -141,15 +143,11 @@ def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
         return ""
 
 
-def control_tokens(tokenizer, path: str) -> re.Pattern:
-    """What no text of the data may hold: special tokens, and those that the template puts around a turn.
-
-    Prints a warning if the template does not begin the assistant's turn."""
-    asked, begun = _render(tokenizer, CHAT[:1]), _render(tokenizer, CHAT[:1], begin=True)
-    before, said, _ = _render(tokenizer, CHAT).partition("forty-two")
-    if asked and said and asked.strip() == begun.strip() != before.strip():
-        print0(f"Warning: {path}: its chat template ignores add_generation_prompt, so a prompt lacks what "
-               f"begins the assistant's turn, {before.removeprefix(asked)!r}; fix it or give --prompt plain.")
+def control_tokens(tokenizer) -> re.Pattern:
+    """What no text of the data may hold: special tokens, and those that the template puts around a turn."""
+    # what both share is around a turn; a block of thoughts that only one of them has is not
+    begun = _render(tokenizer, CHAT[:1], begin=True)
+    before, _, _ = _render(tokenizer, CHAT).partition("forty-two")
     around = os.path.commonprefix([begun, before])
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
     held = [re.escape(token.content) for token in added if token.special or token.content in around]

@@ -166,8 +166,8 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
      "--tensor_parallel is 2, but must divide the attention heads"),
     # data
     ("ttrl", dict(dataset="nothing"), "--dataset: unknown data set 'nothing': known are math500, aime24"),
-    ("ttrl", dict(dataset="no.jsonl"), "--dataset: there is no file no.jsonl."),
-    ("ttrl", dict(question_field="x"), "--dataset: {root}/toy/train.jsonl, row 1 has no column 'x'"),
+    ("ttrl", dict(dataset="no.jsonl"), "--dataset: unknown data set 'no.jsonl': known are math500"),
+    ("ttrl", dict(question_field="x"), "--dataset: {root}/toy/train.jsonl has no column 'x' that"),
     ("ttrl", dict(eval="math5"), "--eval: unknown data set 'math5'"),
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),

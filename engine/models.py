@@ -22,6 +22,8 @@ BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_st
 LANGUAGE_MODEL = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|"
                             "^(?!.*(For|Reward|Heads)).*Model$")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py may pack
+# and those whose logits it may compute by chunks, with fused attention; any other type: engine/probe.py
+CHUNKED = ("ministral", "ministral3")
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]

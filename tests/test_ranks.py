@@ -45,8 +45,8 @@ torch.set_num_threads(1)
 import common
 sample = common.sample
 
-def recorded(run, step, prompts, n, limits=None):
-    groups = sample(run, step, prompts, n, limits)
+def recorded(run, step, prompts, n, *options, **stop):
+    groups = sample(run, step, prompts, n, *options, **stop)
     if run.log.rank == 0:
         with open(str(run.log.path) + ".tokens", "a") as file:
             for response in sum(groups, []):

@@ -35,7 +35,7 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 import ttrl
 from engine.logprobs import packed_attention
 from engine.options import has_vllm, make_args
-from engine.plan import GIB, OVERHEAD, Plan, free_memory
+from tools.plan import GIB, OVERHEAD, Plan, free_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"

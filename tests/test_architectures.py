@@ -65,7 +65,11 @@ def folder_of(tmp_path_factory):
 
 
 # ------------------------------------------------- the trainer --------------------------------------------
-@pytest.mark.parametrize("kind", [*PACKED, *CHUNKED, "gemma2", "gpt_oss", "granite", "llama4_text", "mamba"])
+# The first of each list here, all of them in the slow tests
+FAST = [*PACKED, *CHUNKED[:3], *[pytest.param(kind, marks=pytest.mark.slow) for kind in CHUNKED[3:]]]
+
+
+@pytest.mark.parametrize("kind", [*FAST, "gemma2", "gpt_oss", "granite", "llama4_text", "mamba"])
 def test_the_trainer_computes_the_models_own_log_probs(folder_of, kind, capsys):
     """In the fast way that models.py names; any other type in the plain way, which a line says."""
     policy = make_policy(folder_of(kind))
@@ -87,12 +91,8 @@ def test_a_config_that_scales_logits_is_computed_in_the_plain_way(tmp_path):
 
 
 # ------------------------------------------------- the sampler --------------------------------------------
-RECURRENT = ["qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "jamba", "falcon_h1",
-             "granitemoehybrid", "olmo_hybrid"]
-
-
 @pytest.mark.parametrize("kind", [
-    *PACKED, *CHUNKED, *RECURRENT, "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3"])
+    *FAST, "jamba", "qwen3_5_text", "gemma2", "gpt_oss", "granite_swa"])
 def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
     """Prompts of uneven length, several responses to each, and limits at which rows are dropped. Padded
     together, or, where padding may reach a recurrent state, one by one."""

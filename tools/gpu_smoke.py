@@ -6,7 +6,7 @@
 
 Weights are random, in the shape of Qwen2.5-0.5B or 1.5B. It needs no vLLM and no network; with vLLM, and
 after `make smollm2`, there are more rows. It prints a block to paste into an issue, a line for each check:
-the machine, attention against float32 products, then two steps of ttrl.py in many ways. Of a run's second step:
+the machine, attention against float32 products, then two steps of ttrl.py in many ways. Of the second step:
 how far the sampler's log-probs are from the trainer's, memory after the update and by --plan, seconds, tokens
 a second, and the update's share of an H100's peak. Without a GPU the model is tiny."""
 

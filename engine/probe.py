@@ -66,11 +66,11 @@ def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
 
 
 @torch.no_grad()
-def eager_logprobs(model, responses: list, device="cpu") -> torch.Tensor:
+def eager_logprobs(model, responses: list) -> torch.Tensor:
     """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
     model.set_attn_implementation("eager")
     head = PlainHead(model)
-    own = torch.cat([torch.stack(head_logprobs(head, [r], device)) for r in responses], 1)
+    own = torch.cat([torch.stack(head_logprobs(head, [r], model.device)).cpu() for r in responses], 1)
     if not own.isfinite().all():
         raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
     return own

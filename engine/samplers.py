@@ -16,7 +16,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, all_gather, first_line, print0, rank_and_ranks
+from engine.base import Request, Sample, UserError, all_gather, first_line, on_rank_0, print0, rank_and_ranks
 from engine.base import stop_texts, timed
 from engine.models import load_model
 from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
@@ -58,7 +58,7 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
     if policy:
         own = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
     else:
-        own = eager_logprobs(model, responses, sampler.device)[0].cpu()
+        own = on_rank_0(lambda: eager_logprobs(model, responses))[0]  # evaluate.py puts weights there alone
     difference = (logprobs - own).abs()
     largest = machine.max_logp_diff if exact else torch.inf
     average = 0.5 if machine.uses_vllm else 0.05  # vLLM's kernels round otherwise, transformers' alike

@@ -306,25 +306,26 @@ from torch._dynamo.utils import counters
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 process.start_processes(dict(seed=0, dtype="bfloat16"))
-logprobs.CHUNK["cpu"] = 2 ** 16  # some hundred tokens
-options = dict(dtype=torch.bfloat16, compile=True, micro_tokens=1000)
+logprobs.CHUNK["cpu"] = 2 ** 13  # some 20 tokens: several chunks
+options = dict(dtype=torch.bfloat16, compile=True)
 policy = make_policy(gradient_checkpointing=True, **options)
 reference = make_policy(trainable=False, implementation=policy.implementation, **options)
 graphs = []
 for number in range(10):
-    rollouts = random_rollouts(5 + 3 * number, seed=number)
+    rollouts = random_rollouts(6 + number, seed=number)
     policy.score_old(rollouts, 1.0)
     reference.score_ref(rollouts, 1.0)
     for micro in policy.micro_batches(rollouts):
         logp_T, entropy_T = policy.logprobs(micro, 1.0, 0.0)
         (logp_T * micro.mask_T).sum().backward()
     graphs.append(counters["stats"]["unique_graphs"])
-print("graphs", graphs, "limit", dict(counters["frames"]), flush=True)
+print("graphs", graphs, flush=True)
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_is_compiled_once_is_compiled_no_more(tmp_path):
     """Two ranks, FSDP2, bfloat16, recomputation, a reference; ten updates of other sizes. No graph is made
     behind the first update, and torch has given up none."""

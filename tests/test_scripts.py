@@ -210,8 +210,8 @@ def test_bad_updates_are_skipped_and_counted_and_in_a_row_stop_the_run(watch, mo
     assert [update.stepped for update in seen.updates] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("loss_aggregation", ["seq-mean", "token-mean"])
+@pytest.mark.parametrize("script, loss_aggregation", [
+    *[(script, "seq-mean") for script in SCRIPTS], ("ttrl", "token-mean"), ("dynamic_rl", "token-mean")])
 def test_what_has_no_gradient_is_not_computed(script, loss_aggregation, watch, monkeypatch):
     """Without KL and entropy term: prompts that agree are neither scored nor back-propagated, in the same
     means. Some minibatch has no gradient at all: AdamW's momentum moves the weights all the same."""

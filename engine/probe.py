@@ -51,7 +51,7 @@ def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleName
 
 def probe_requests(model) -> list[Request]:
     """A few tokens behind two short prompts that begin alike. Rows of the longer one end at other times,
-    which a cache must survive. Tokens are from the middle of the vocabulary, as special ones are at its ends."""
+    which a cache must survive. Tokens are from the middle of the vocabulary: its ends are special ones."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [(vocabulary // 2 + 5 * i) % vocabulary for i in range(7)]
     return [Request(ids[:3], 2, 0, 2), Request(ids, 2, 1, 6), Request(ids, 2, 1, 3)]

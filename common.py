@@ -164,6 +164,11 @@ class Args:
         """Number of responses that vote on a prompt; --train_samples of them are trained on."""
         return self.votes
 
+    def has_gradient(self, response: Rollout) -> bool:
+        """Whether the loss has a gradient of this response. Else it counts in the means, but is not computed:
+        without KL and entropy term, it is the advantage that makes one."""
+        return bool(self.kl_coef or self.entropy_coef or response.advantage)
+
     def own_prompts(self, tokenizer) -> dict[str, list[int]]:
         """Prompts beside the problems' own (Dynamic RL: z_0), for --show_prompt."""
         return {}
@@ -184,7 +189,8 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     if machine.plan:
-        plan.show(args, config)  # and exit
+        from tools import plan as planner  # only then: a run needs none of it
+        planner.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
     rows, parts = data.read_data(args, tokenizer, train)
     if machine.show_prompt:
@@ -332,7 +338,8 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
 
     Stale weights show here and stop the run: in float32 a token that differs by more than --max_logp_diff; in
     bf16, which rounds, an average above .1 and 5 times the first step's, or above .5 (a warning: .05)."""
-    diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in train]])
+    scored = filter(run.args.has_gradient, train)
+    diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in scored]])
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)

@@ -270,13 +270,14 @@ def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Pro
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
     text_of = run.tokenizer.decode  # with special tokens, as common.decode
-    for i, (rollout,) in enumerate(common.sample(run, step, asked, 1, [args.max_question_tokens] * n)):
+    limits = [args.max_question_tokens] * n
+    for i, (rollout,) in enumerate(common.sample(run, step, asked, 1, limits, stop=["Solution:"])):
         questions.append(rollout)
         rollout.tokens, rollout.kept, rollout.p, rollout.label = [], False, 0.0, None
         text, end = find_question(rollout.text)
         if text is None:
             continue
-        # The solution that the model wrote behind its question is neither used nor trained (section 2).
+        # A solution that the model would write behind its question is neither used nor trained (section 2).
         length = tokens_covering(rollout.text[:end], rollout.response_ids, text_of)
         rollout.text, rollout.response_ids = rollout.text[:end], rollout.response_ids[:length]
         rollout.sampler_logp = rollout.sampler_logp[:length]
@@ -367,7 +368,7 @@ def main(args: Args) -> None:
         train = questions + train if usable or not questions else []
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
+        policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
@@ -380,8 +381,9 @@ def main(args: Args) -> None:
         for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
             n_questions = sum(response in questions for response in minibatch)
-            for micro in policy.micro_batches(minibatch):
-                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+            for micro in policy.micro_batches(minibatch, args.has_gradient):
+                # Of logits / temperature. The entropy has a gradient only where it has a weight.
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature, args.entropy_coef)
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
@@ -399,7 +401,8 @@ def main(args: Args) -> None:
                     log.tokens((1 - question_T) * weight_T, kl=kl_T)
                 loss = (loss_T * weight_T).sum()
                 loss.backward()  # gradients add up over micro-batches; FSDP sums them over the ranks
-                log.tokens(weight_T, loss=loss_T, question_entropy=question_T * entropy_T)
+                log.tokens(weight_T, loss=loss_T)
+                log.tokens(question_T * weight_T, question_entropy=entropy_T)
                 log.tokens((1 - question_T) * weight_T, entropy=entropy_T, clip_fraction=ratio_T != clipped_T)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item()
             if math.isfinite(grad_norm):  # else skipped and counted

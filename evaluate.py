@@ -28,7 +28,7 @@ from engine.base import UserError, print0, rank_and_ranks, read_run, write_atomi
 from engine.builtin import SMOLLM2
 from engine.metrics import few_answers, mean, summary
 from engine.options import Shared, make_args, out_of_range
-from engine.samplers import VLLMSampler, check_vllm
+from engine.samplers import VLLMSampler, check_engine
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")
@@ -148,7 +148,7 @@ def check_sampler(run, model: str) -> None:
         weights = weights_in(model, "cpu", run.dtype) if is_checkpoint(model) else own.named_parameters()
         for name, tensor in weights:
             own.get_parameter(name).data = tensor.detach().to(run.dtype)
-    check_vllm(run.sampler, own, run.dtype == torch.float32, run.args.machine.max_logp_diff)
+    check_engine(run.sampler, run.args.machine, run.dtype == torch.float32)
 
 
 def trained_model(model: str) -> str:

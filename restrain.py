@@ -76,6 +76,9 @@ class Args(common.Args):
                     "larger one penalises every prompt."]
         return super().errors()
 
+    def has_gradient(self, response):
+        return super().has_gradient(response) or response.minus != 0  # plus cancels it at ratio 1 alone
+
 
 # ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -222,7 +225,7 @@ def main(args: Args) -> None:
                 train.append(responses[i])
 
         # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
-        policy.score_old(train, args.temperature)  # sets old_logp and entropy of each response, [T]
+        policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 
@@ -234,8 +237,9 @@ def main(args: Args) -> None:
         optimizer.param_groups[0]["lr"] = lr
         for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
-            for micro in policy.micro_batches(minibatch):
-                logp_T, entropy_T = policy.logprobs(micro, args.temperature)  # of logits / temperature
+            for micro in policy.micro_batches(minibatch, args.has_gradient):
+                # Of logits / temperature. The entropy has a gradient only where it has a weight.
+                logp_T, entropy_T = policy.logprobs(micro, args.temperature, args.entropy_coef)
                 ratio_T = (logp_T - micro.old_logp_T).exp()
                 clipped_T = ratio_T.clamp(1 - args.clip_low, 1 + args.clip_high)
                 plus_T = micro.per_token([response.plus for response in micro.responses])

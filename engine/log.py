@@ -189,19 +189,26 @@ class Log:
                                 label=label, negatives=sorted(negatives)))
 
     def tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
-        """Add up weighted means of per-token values [T] over the micro-batches of an optimizer step."""
+        """Add up per-token values [T], and their weights, over the micro-batches of an optimizer step."""
         for name, values in values_T.items():
-            self.sums[name] = self.sums.get(name, 0.0) + (values.detach().float() * weight_T).sum()
+            sums = torch.stack([(values.detach().float() * weight_T).sum(), weight_T.sum()])
+            self.sums[name] = self.sums.get(name, 0.0) + sums
 
     def update(self, grad_norm: float) -> None:
         """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped."""
-        names = sorted(self.sums)
-        sums = torch.stack([self.sums[name] for name in names])
+        names, means = sorted(self.sums), dict(grad_norm=grad_norm)
+        sums = torch.stack([self.sums[name] for name in names])  # [names, 2]
         if distributed():
             dist.all_reduce(sums)
+        for name, (total, weight) in zip(names, sums.tolist()):
+            # Responses without a gradient were not computed: they add 0 to the loss, but are in no mean.
+            if name == "loss":
+                means[name] = total
+            elif weight:
+                means[name] = total / weight
         self.sums = {}
         if math.isfinite(grad_norm):
-            self.updates.append(dict(zip(names, sums.tolist()), grad_norm=grad_norm))
+            self.updates.append(means)
             self.bad_steps = 0
             return
         self.skipped += 1
@@ -225,8 +232,8 @@ class Log:
                 group["flipped"] = len(set(group["prompt"].classes(pair))) > 1
         self.majorities |= {group["prompt"].question: group["verdicts"]["answer"] for group in self.groups}
         metrics = step_metrics(self.groups)
-        for name in self.updates[0] if self.updates else []:
-            metrics[name] = mean(update[name] for update in self.updates)
+        for name in dict.fromkeys(name for update in self.updates for name in update):
+            metrics[name] = mean(update[name] for update in self.updates if name in update)
         metrics["skipped_updates"] = self.skipped
         if self.device.type == "cuda":  # what the update has taken, as torch keeps it; vLLM sleeps
             free, total = torch.cuda.mem_get_info()

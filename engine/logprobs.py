@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby, takewhile
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from engine.base import Request, UserError, first_line, on_rank_0, print0
 
 
 # --------------------------------------------- float32 logits ----------------------------------------------
@@ -60,11 +57,11 @@ class PlainHead(torch.nn.Module):
         if type(last) is torch.nn.Linear:
             last.forward = partial(head_forward, last)
 
-    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
-                statistics=()):
-        """inputs, predict_from: see `rows`. targets: [T] response tokens. Returns `values`."""
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, *options):
+        """inputs, predict_from: see `rows`. targets: [T] response tokens. options: those of
+        `values`, which makes the result."""
         logits = self.model(**inputs, use_cache=False).logits  # [rows, longest, V]
-        return self.values(logits.flatten(0, 1)[predict_from], targets, temperature, statistics)
+        return self.values(logits.flatten(0, 1)[predict_from], targets, *options)
 
     @staticmethod
     def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
@@ -80,18 +77,22 @@ class PlainHead(torch.nn.Module):
         return dict(input_ids=input_ids), torch.tensor(predict_from)
 
     @staticmethod
-    def values(logits: torch.Tensor, targets: torch.Tensor, temperature: float, statistics) -> tuple:
+    def values(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, statistics=(),
+               entropy_gradient: bool = True) -> tuple:
         """(log-prob of the target, entropy in nats), both [T], of logits [T, V] / temperature; then each
         statistic of the log-probs of the whole vocabulary, [T, V] -> [T]."""
-        logp = (logits.float() / temperature).log_softmax(-1)
-        entropy_T = -torch.linalg.vecdot(logp.exp(), logp)
+        logits = logits.float() if temperature == 1 else logits.float() / temperature  # a division is a copy
+        logp = logits.log_softmax(-1)
+        # Most losses have no entropy term, and its gradient is a third of the work on the logits.
+        of_entropy = logp if entropy_gradient else logp.detach()
+        entropy_T = -torch.linalg.vecdot(of_entropy.exp(), of_entropy)
         others = [function(logp.detach()) for function in statistics]
         return logp.gather(-1, targets[:, None]).sum(-1), entropy_T, *others
 
 
 # ----------------------------------------------------- by chunks --------------------------------------------
 # elements of a chunk of logits; the backward pass holds about five such tensors at a time
-CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 26}
+CHUNK = {"cpu": 2 ** 24, "cuda": 2 ** 27}
 
 
 class ChunkedHead(PlainHead):
@@ -100,17 +101,17 @@ class ChunkedHead(PlainHead):
     (torch's own F.linear_cross_entropy gives no entropy, and of bfloat16 weights bfloat16 log-probs. The
     gradient of bfloat16 weights is summed over the chunks in bfloat16.)"""
 
-    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, temperature: float,
-                statistics=()):
+    def forward(self, inputs: dict, predict_from: torch.Tensor, targets: torch.Tensor, *options):
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.flatten(0, 1)[predict_from]  # [T, d]
         last = self.model.get_output_embeddings()
 
         def of_chunk(hidden, targets):
             # one tensor: a chunk made again for a loss of one of the values alone would not be freed
-            return torch.stack(self.values(last(hidden), targets, temperature, statistics))
+            # clone: compiled code treats a view as another case
+            return torch.stack(self.values(last(hidden), targets.clone(), *options))
 
-        size = max(1, CHUNK.get(hidden.device.type, 2 ** 26) // len(last.weight))
+        size = max(1, CHUNK.get(hidden.device.type, 2 ** 27) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept
             return [values_T.clone() for values_T in of_chunk(hidden, targets)]  # FSDP warns of views
         chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
@@ -200,144 +201,10 @@ def packed_attention(module, query, key, value, attention_mask, packing=None, sc
 AttentionInterface.register("packed", packed_attention)
 
 
-def head_logprobs(head, responses: list, device="cpu", temperature: float = 1.0, statistics=()):
-    """What this head computes of the responses' tokens: log-probs, entropies, statistics, [T] each."""
+def head_logprobs(head, responses: list, device="cpu", *options):
+    """What this head computes of the responses' tokens: log-probs, entropies, statistics, [T] each. options:
+    of `PlainHead.values`."""
     inputs, predict_from = head.rows(responses)
     inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
     targets = torch.tensor([token for r in responses for token in r.response_ids], device=device)
-    return head(inputs, predict_from.to(device), targets, temperature, statistics)
-
-
-# ------------------------------------- are they the model's own? --------------------------------------------
-# A few tokens are computed by a small random copy of the model, one sequence at a time, with transformers'
-# plain ("eager") attention and no cache, and then each faster way, until one agrees. So no list of
-# architectures is needed, and a large model is asked in seconds.
-AGREES = 1e-4  # largest mean difference, in nats, of two float32 computations of the same
-NAMES = {PackedHead: "packed rows", ChunkedHead: "chunks of logits", PlainHead: "--plain",
-         "packed": "packed attention", "sdpa": "fused attention", "eager": "eager attention",
-         True: "padded prompts", False: "one prompt at a time"}
-# At most so large are these in a copy: none of them decides how attention, cache and logits work.
-SMALL = dict(vocab_size=512, vocab_size_per_layer_input=512, intermediate_size=256, moe_intermediate_size=64,
-             num_experts=8, num_local_experts=8, n_routed_experts=8, n_group=1, topk_group=1, pad_token_id=0,
-             bos_token_id=1, eos_token_id=2)
-
-
-def small_copy(model, max_length: int = 0, all_layers: bool = False):
-    """A random float32 model of the same class and config, but SMALL, with few layers, one of every kind.
-
-    Attention is sharp, so that a soft cap shows. A window shorter than max_length is 4, and shows, too."""
-    config = model.config.to_dict()
-    text, values = model.config.get_text_config(), config.get("text_config", config)
-    total, names = text.num_hidden_layers, text.attribute_map
-    kinds = values.get("layer_types") or values.get("layers_block_type") or []
-    layers = max([2, *[kinds.index(kind) + 1 for kind in kinds]])
-    layers = total if all_layers else min(total, layers)
-    for name, value in values.items():
-        if isinstance(value, list) and len(value) == total:
-            values[name] = value[:layers]
-    for name, value in (SMALL | {"num_hidden_layers": layers}).items():
-        name = names.get(name, name)
-        if isinstance(values.get(name), int):
-            values[name] = min(value, values[name])
-    if (values.get("sliding_window") or max_length) < max_length:
-        values["sliding_window"] = 4
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        copy = type(model)(type(model.config).from_dict(config)).float().eval()
-        for parameter in copy.parameters():
-            if parameter.ndim == 2:
-                parameter.data.normal_(std=2 / parameter.shape[1] ** 0.5)
-            elif parameter.ndim == 1:  # else norms are ones, biases zeros, which hides what forgets them
-                parameter.data += torch.randn_like(parameter) / 10
-    return copy
-
-
-def smallest_copy(model, max_length: int = 0):
-    """A small copy that computes log-probs; some types need all layers. Raises UserError if none does."""
-    for all_layers in (False, True):
-        try:
-            copy = small_copy(model, max_length, all_layers)
-            eager_logprobs(copy, probe_responses(copy))
-            return copy
-        except Exception as error:
-            reason = error
-    raise UserError(f"--model: {model.config.model_type} computes no log-probs of a text: "
-                    f"{type(reason).__name__} {first_line(reason)}")
-
-
-def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
-    """What the heads and a policy need to know of a response."""
-    return SimpleNamespace(prompt_ids=prompt_ids, response_ids=response_ids, length=len(response_ids),
-                           mask=None, advantage=0.0, old_logp=None, ref_logp=None)
-
-
-def probe_responses(model) -> list:
-    """Three responses to two prompts that begin alike, of uneven length. Their tokens are from the middle of
-    the vocabulary, as special ones are at its ends."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(vocabulary // 2 + 5 * i) % vocabulary for i in range(24)]
-    return [probe_response(ids[:5], ids[5:12]), probe_response(ids[:5], ids[12:15]),
-            probe_response(ids[:3] + ids[15:17], ids[17:])]
-
-
-def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
-    """(responses that the sampler makes, its log-probs of their tokens [T])."""
-    groups = sampler.generate(requests, 1.0)
-    pairs = [(request.prompt_ids, sample) for request, group in zip(requests, groups) for sample in group]
-    return ([probe_response(prompt_ids, sample.response_ids) for prompt_ids, sample in pairs],
-            torch.cat([sample.logprobs for _, sample in pairs]))
-
-
-@torch.no_grad()
-def eager_logprobs(model, responses: list) -> torch.Tensor:
-    """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
-    model.set_attn_implementation("eager")
-    head = PlainHead(model)
-    own = torch.cat([torch.stack(head_logprobs(head, [r])) for r in responses], 1)
-    if not own.isfinite().all():
-        raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
-    return own
-
-
-def fastest_exact_implementation(model, plain: bool, packed: bool, max_length: int = 0) -> tuple[type, str]:
-    """(head, attention) with which to train. plain: without chunks of logits. packed: packed rows may be
-    tried."""
-    heads = [PlainHead] if plain else [ChunkedHead, PlainHead]
-    ways = [(PackedHead, "packed")] if packed and not plain else []
-    ways += [(head, attention) for head in heads for attention in ("sdpa", "eager")]
-
-    @torch.no_grad()
-    def probe(copy, head: type) -> tuple[list, torch.Tensor]:
-        responses = probe_responses(copy)
-        return responses, torch.stack(head_logprobs(head(copy), responses))
-
-    return fastest_that_agrees(model, "the trainer", ways, probe, max_length=max_length)
-
-
-def fastest_that_agrees(model, who: str, ways: list[tuple], probe, advice: str = "", max_length: int = 0):
-    """The first of these ways, (what to try, attention), in which a small copy computes its own log-probs.
-
-    probe: (copy, what to try) -> (responses, values of their tokens [1 or 2, T]). If it is not the fastest
-    way, a line says so. Raises UserError, which ends with the advice, if none agrees."""
-    def choose() -> tuple:
-        copy, failed = smallest_copy(model, max_length), []
-        kind = model.config.model_type
-        for way, attention in ways:
-            names = f"{NAMES[way]} and {NAMES[attention]}"
-            try:
-                copy.set_attn_implementation(attention)
-                responses, found = probe(copy, way)
-                off = float((found - eager_logprobs(copy, responses)[:len(found)]).abs().mean())
-            except Exception as error:  # what a type cannot do shows in many kinds of error
-                failed.append(f"with {names}: {type(error).__name__} {first_line(error)[:100]}")
-                continue
-            if off < AGREES:
-                if failed:
-                    print0(f"{kind}: {who} uses {names}, but would not compute the model's own log-probs "
-                           f"{failed[0]}")
-                return way, attention
-            failed.append(f"with {names}: {off:.2g} off")
-        raise UserError(f"--model is of the type {kind}, whose own log-probs {who} does not compute{advice} "
-                        f"({failed[-1]}).")
-
-    return on_rank_0(choose)
+    return head(inputs, predict_from.to(device), targets, *options)

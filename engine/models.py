@@ -22,6 +22,14 @@ BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_st
 LANGUAGE_MODEL = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|"
                             "^(?!.*(For|Reward|Heads)).*Model$")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py may pack
+# and those whose logits it may compute by chunks, with fused attention; any other type: engine/probe.py
+CHUNKED = tuple("""
+    ministral ministral3 phi phi3 olmo olmo2 olmo3 smollm3 gemma gemma3_text gemma4_text
+    granitemoehybrid granitemoe glm glm4 glm4_moe qwen2_moe qwen3_moe olmoe mixtral phimoe deepseek_v2
+    deepseek_v3 qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear lfm2 lfm2_moe nemotron_h jamba
+    bamba falcon_h1 olmo_hybrid stablelm nemotron starcoder2 gpt2 gpt_neox opt exaone4 hunyuan_v1_dense
+    ernie4_5 ernie4_5_moe seed_oss arcee apertus helium bitnet
+    """.split())
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]

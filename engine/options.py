@@ -65,7 +65,7 @@ class Machine(Shared):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     compile: bool = False
-    """Fuse the norms, rotary embedding and SwiGLU of the trainer (torch.compile). Untested on GPUs."""
+    """Fuse the trainer's norms, rotary embedding, SwiGLU and logits (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
     """Most tokens of a micro-batch; more of them take more memory and change no result. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"

@@ -7,18 +7,16 @@ import hashlib
 import math
 import os
 import shutil
-from collections import ChainMap
+from itertools import count
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
-from engine.base import timed
-from engine.logprobs import AGREES, PackedHead, fastest_exact_implementation, head_logprobs, packed_attention
-from engine.logprobs import probe_responses, smallest_copy
-from engine.models import PACKED
+from engine.base import all_gather, distributed, on_rank_0, rank_and_ranks, timed
+from engine.logprobs import PackedHead, head_logprobs, packed_attention
+from engine.probe import trainers_way
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -34,17 +32,21 @@ def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[in
     is communicated."""
     lengths = [prompt + response for prompt, response in zip(prompts, responses)]
     order = sorted(range(len(lengths)), key=lambda i: (groups[i], -responses[i]))
-    budget, largest, rounds = max(budget, *lengths), math.inf, 0
-    while largest > budget:
-        rounds, parts, done, largest, plan = rounds + 1, {}, 0, 0.0, []
+    budget, tokens = max(budget, *lengths), sum(lengths)
+    # fewer rounds cannot hold the responses and each prompt once
+    least = sum(responses) + sum(dict(zip(groups, prompts)).values())
+    for rounds in count(max(1, -(-least // (ranks * budget)))):
+        parts, done, plan = {}, 0, []
         for i in order:  # every round has as many tokens
-            parts.setdefault(rounds * done // sum(lengths), []).append(i)
+            parts.setdefault(rounds * done // tokens, []).append(i)
             done += lengths[i]
         for part in parts.values():
             micros, sizes = balance_over_ranks(part, prompts, responses, groups, ranks, padding)
             plan.append(micros)
-            largest = max(largest, *sizes)
-    return [list(micros) for micros in zip(*plan)]
+            if max(sizes) > budget:
+                break
+        else:
+            return [list(micros) for micros in zip(*plan)]
 
 
 def balance_over_ranks(part: list[int], prompts, responses, groups, ranks: int,
@@ -90,6 +92,21 @@ class MicroBatch:
         return torch.cat(tensors).float().to(self.device)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Entropies that were computed without a gradient. A loss that needs one would be wrong in silence."""
+
+    @staticmethod
+    def forward(ctx, entropy_T, logp_T):  # logp_T: something that has a gradient
+        return entropy_T.clone()
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        if grad_T.any():
+            raise ValueError("the loss has an entropy term, but policy.logprobs was told the entropy_coef 0; "
+                             "give it the weight of that term")
+        return None, None
+
+
 # ------------------------------------------------------ the policy ------------------------------------------
 class Policy:
     """A causal language model. Trainable: float32 master weights; else, as reference, the compute type's.
@@ -101,21 +118,16 @@ class Policy:
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
                  implementation: tuple[type, str] | None = None, adapt=None, compile: bool = False):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
-        implementation: (head, attention), measured if not given. adapt: see common.start."""
+        implementation: (head, attention), of `trainers_way` if not given. adapt: see common.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
         self.rank, self.ranks = rank_and_ranks()
-        self.model, text = model, model.config.get_text_config()
+        self.model = model
         model.eval()  # dropout would make the sampler and the trainer two different policies
-        window = getattr(text, "sliding_window", None) or math.inf
-        packed = text.model_type in PACKED and max_length <= window
-        self.implementation = implementation or fastest_exact_implementation(
-            model, plain, packed, max_length)
+        self.implementation = implementation or trainers_way(model, plain, max_length)
         head, attention = self.implementation
-        self.compiled = compile and (bool(implementation) or compiled_layers_agree(
-            model, head, attention, device, max_length))
         self.packed = head is PackedHead
         model.set_attn_implementation(attention)
-        self.head = head(model).requires_grad_(trainable).eval()
+        self.head = head(model).eval()
         if trainable and gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for module in model.modules():
@@ -124,8 +136,8 @@ class Policy:
                     vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
         if adapt:
             adapt(self)
-        if self.compiled:
-            compile_layers(model)
+        if compile:
+            compile_all(self.head)
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:
@@ -157,19 +169,30 @@ class Policy:
     def parameters(self):
         return self.model.parameters()
 
-    def logprobs(self, micro: MicroBatch, temperature: float, statistics=()) -> tuple[torch.Tensor, ...]:
+    def logprobs(self, micro: MicroBatch, temperature: float, entropy_coef: float = 1.0,
+                 statistics=()) -> tuple[torch.Tensor, ...]:
         """(log-probs of the response tokens, entropies over the whole vocabulary in nats), both [T].
 
         The distribution is that of logits / temperature, which was sampled from. A log-prob is 0 where the
-        mask is 0. Statistics follow, see `score`."""
-        logp_T, *others = head_logprobs(self.head, micro.responses, self.device, temperature, statistics)
+        mask is 0. Statistics follow, see `score`. entropy_coef: if 0, the entropies are without a gradient,
+        and a loss that has one of them all the same is a ValueError."""
+        logp_T, entropy_T, *others = head_logprobs(
+            self.head, micro.responses, self.device, temperature, statistics, bool(entropy_coef))
+        if not entropy_coef:
+            entropy_T = WithoutGradient.apply(entropy_T, logp_T)
         # Tokens with mask 0 were not sampled: exp(log-prob - 0) could be inf, and inf * 0 in the loss is NaN.
-        return logp_T.masked_fill(micro.mask_T == 0, 0.0), *others
+        return logp_T.masked_fill(micro.mask_T == 0, 0.0), entropy_T, *others
 
-    def micro_batches(self, responses: list):
-        """This rank's micro-batches, of at most micro_tokens each; equally many on every rank."""
-        if not responses:
+    def micro_batches(self, minibatch: list, has_gradient=None):
+        """This rank's micro-batches, of at most micro_tokens each; equally many on every rank. has_gradient:
+        a function of a response; those for which it is False are left out."""
+        if not minibatch:
             return
+        # A rank with nothing left computes the shortest sequence once more, with weight zero: FSDP needs all
+        # ranks, and the optimizer a gradient, if only of zeros.
+        filler = copy.copy(min(minibatch, key=lambda r: len(r.prompt_ids) + len(r.response_ids)))
+        filler.mask = filler.old_logp = filler.ref_logp = torch.zeros(len(filler.response_ids))
+        responses = list(filter(has_gradient, minibatch)) or [filler]
         lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
         nothing, number = [0] * len(responses), {}  # number: of each prompt
         sizes, padding = (nothing, lengths, nothing), 1.0
@@ -177,14 +200,13 @@ class Policy:
             groups = [number.setdefault(tuple(r.prompt_ids), len(number)) for r in responses]
             own = [len(r.response_ids) for r in responses]
             sizes, padding = ([len(r.prompt_ids) for r in responses], own, groups), 1 / 8
-        # a rank with nothing left computes the shortest sequence once more, with weight zero
-        filler = copy.copy(responses[lengths.index(min(lengths))])
-        filler.mask = torch.zeros(len(filler.response_ids))
         for indices in plan_micro_batches(*sizes, self.ranks, self.micro_tokens, padding)[self.rank]:
             yield MicroBatch([responses[i] for i in indices] or [filler], indices, self.device)
 
-    def score_old(self, responses: list, temperature: float) -> None:
-        """Set old_logp and entropy, [T] each: of the policy as it is now, which sampled them."""
+    def score_old(self, responses: list, temperature: float, has_gradient=None) -> None:
+        """Set old_logp and entropy, [T] each: of the policy as it is now, which sampled them. has_gradient: a
+        function of a response; those for which it is False get none."""
+        responses = list(filter(has_gradient, responses))
         for response, (logp_T, entropy_T) in zip(responses, self.score(responses, temperature)):
             response.old_logp, response.entropy = logp_T, entropy_T
 
@@ -201,15 +223,16 @@ class Policy:
         A statistic is a function: of log-probs of the whole vocabulary [rows, V], a chunk of rows at a time,
         it makes numbers [rows]."""
         same_responses(responses)
-        mine = {}
+        mine, scores = [], {}
         for micro in self.micro_batches(responses):
-            columns = [x_T.cpu().split(micro.sizes) for x_T in self.logprobs(micro, temperature, statistics)]
-            for i, *values in zip(micro.indices, *columns):
-                mine[i] = values
+            values = torch.stack(self.logprobs(micro, temperature, 0, statistics)).cpu()
+            mine.append((micro.indices, micro.sizes, values))  # whole: a view would be sent with its storage
         if hasattr(self.head, "reshard"):  # sharded
             self.head.reshard()  # else the root stays gathered, in the compute type, until a backward pass
-        values_of = ChainMap(*all_gather(mine))
-        return [tuple(values_of[i]) for i in range(len(responses))]
+        for indices, sizes, values in sum(all_gather(mine), []):
+            for i, of_response in zip(indices, values.split(sizes, 1)):
+                scores[i] = tuple(of_response)
+        return [scores[i] for i in range(len(responses))]
 
     def named_tensors(self):
         """(name, full tensor in the compute type) of every parameter, a tied one once. A collective: the
@@ -258,7 +281,7 @@ def load_policies(models: list, device, dtype, machine, max_length: int, adapt=N
     if len(models) < 2:
         return policy, None
     reference = Policy(models[1], device, dtype, False, offload=machine.offload != "none",
-                       compile=policy.compiled, implementation=policy.implementation, **options)
+                       compile=machine.compile, implementation=policy.implementation, **options)
     return policy, reference
 
 
@@ -268,36 +291,16 @@ def decoder_layers(model) -> list:
     return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
 
 
-def compile_layers(model) -> None:
-    """Fuse norms, rotary embedding, SwiGLU and residuals. Attention, packed differently in each micro-batch,
-    stays as it is; recomputation and FSDP stay outside."""
+def compile_all(head) -> None:
+    """Fuse norms, rotary embedding, SwiGLU and residuals, and what is made of logits. Attention, packed
+    differently in each micro-batch, stays as it is; recomputation and FSDP stay outside."""
+    # Scoring, training, a reference, a first layer and a last chunk are variants of the same code. Torch's
+    # own limit is 8, beyond which it runs the code uncompiled with no word.
+    torch._dynamo.config.recompile_limit = 64
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(head.model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def compiled_layers_agree(model, head: type, attention: str, device, max_length: int = 0) -> bool:
-    """Whether a small copy has, on every rank's device, its own log-probs and gradients with compiled layers,
-    too. If not, a line says so."""
-    def compare() -> None:
-        found = []
-        for compiled in (False, True):
-            copy = smallest_copy(model, max_length).to(device)
-            copy.set_attn_implementation(attention)
-            if compiled:
-                compile_layers(copy)
-            values = torch.stack(head_logprobs(head(copy), probe_responses(copy), device))
-            values.sum().backward()
-            found.append([values.detach(), *(p.grad for p in copy.parameters() if p.grad is not None)])
-        for own, other in zip(*found, strict=True):
-            torch.testing.assert_close(other, own, rtol=0, atol=AGREES * max(1, float(own.abs().max())))
-
-    try:
-        on_all_ranks(compare)
-    except UserError as error:  # no C compiler, for one
-        print0(f"Warning: --compile is left out, since compiled layers fail a test: {error}")
-        return False
-    return True
+    head.values = torch.compile(head.values, dynamic=True)
 
 
 # ------------------------------------------------ what ranks must share -------------------------------------

@@ -5,7 +5,6 @@ The transformers model is for machines without vLLM, and faster than it for tiny
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from itertools import chain, groupby, islice
@@ -17,10 +16,10 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, on_all_ranks, on_rank_0, print0, rank_and_ranks
+from engine.base import Request, Sample, UserError, all_gather, first_line, on_rank_0, print0, rank_and_ranks
 from engine.base import stop_texts, timed
-from engine.logprobs import eager_logprobs, fastest_that_agrees, probe_responses, sample_probe
 from engine.models import load_model
+from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
 
 
 def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: list[int], seed: int,
@@ -31,37 +30,41 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     if machine.uses_vllm:
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
-        if policy:
-            check_vllm(sampler, policy.model, dtype == torch.float32, machine.max_logp_diff, policy)
     else:
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
+    if policy if machine.uses_vllm else not sampler.pad_prompts:
+        check_engine(sampler, machine, dtype == torch.float32, policy)
     torch.manual_seed(seed)  # building a vLLM engine re-seeds the process
     return sampler
 
 
-def check_vllm(sampler, model, exact: bool, allowed: float, policy=None) -> None:
-    """Let vLLM sample a few tokens and compare its log-probs with the policy's, whose weights it takes first,
-    or with the model's own. Raises UserError if vLLM fails, or if they differ as `check_sampler` forbids.
+def check_engine(sampler, machine, exact: bool, policy=None) -> None:
+    """Let the sampler make a few tokens and compare its log-probs with the policy's, whose weights it takes
+    first, or with its own model's. Raises UserError if it fails, or if they differ.
 
-    exact: they are float32, of which none may differ by more than allowed."""
-    requests = [Request(r.prompt_ids, 1, i, 8) for i, r in enumerate(probe_responses(model))]
-    end = f"--model, which is of the type {model.config.model_type}; give --sampler hf"
-
-    def sample() -> tuple[list, torch.Tensor]:
+    exact: they are float32, of which none may differ by more than --max_logp_diff."""
+    model = policy.model if policy else sampler.model
+    name, other = ("vLLM", "hf") if machine.uses_vllm else ("--sampler hf", "vllm")
+    kind = f"--model, which is of the type {model.config.model_type}; give --sampler {other}"
+    try:  # the ranks gather weights meanwhile: one that fails must end, as the others wait for it
         if policy:
             sampler.sleep()
             sampler.load(policy.named_tensors())
-        return sample_probe(sampler, requests)
-
-    responses, logprobs = on_all_ranks(sample, lambda error: f"vLLM does not run {end}. It says: {error}")[0]
+        probe = sample_probe(sampler, probe_requests(model))
+    except Exception as error:
+        raise UserError(f"{name} does not run {kind}. It says: {type(error).__name__} "
+                        f"{first_line(error)}") from None
+    responses, logprobs = all_gather(probe)[0]
     if policy:
-        expected = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
+        own = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
     else:
-        expected = on_rank_0(lambda: eager_logprobs(model, responses))[0]
-    difference = (logprobs - expected).abs()
-    largest = float(difference.max())
-    if not largest <= (allowed if exact else torch.inf) or difference.mean() > 0.5:  # NaN, too
-        raise UserError(f"vLLM computes log-probs up to {largest:.2g} off those of transformers for {end}.")
+        own = on_rank_0(lambda: eager_logprobs(model, responses))[0]  # evaluate.py puts weights there alone
+    difference = (logprobs - own).abs()
+    largest = machine.max_logp_diff if exact else torch.inf
+    average = 0.5 if machine.uses_vllm else 0.05  # vLLM's kernels round otherwise, transformers' alike
+    if not difference.max() <= largest or difference.mean() > average:  # NaN, too
+        raise UserError(f"{name} computes log-probs up to {float(difference.max()):.2g} off those of the "
+                        f"trainer for {kind}.")
 
 
 # ------------------------------------------------------ vLLM -----------------------------------------------
@@ -69,11 +72,13 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
     """vLLM's options for speed and safety, on a GPU or on a CPU."""
     if cuda:
         # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
-        # can sleep allow: the process ends while graphs are captured. FlashInfer's compiles or downloads at
-        # the start. NCCL and symmetric memory stay
+        # can sleep allow: the process ends while graphs are captured. FlashInfer's own compiles or downloads
+        # at the start. NCCL and symmetric memory stay.
+        # head_dtype: logits in float32, as the trainer's; in bfloat16 one of 20 is rounded by up to 1/16
         options = dict(gpu_memory_utilization=machine.gpu_memory, enable_sleep_mode=True,
                        disable_custom_all_reduce=machine.tensor_parallel > 1,
-                       compilation_config=dict(pass_config=dict(fuse_allreduce_rms=False)))
+                       compilation_config=dict(pass_config=dict(fuse_allreduce_rms=False)),
+                       hf_overrides=dict(head_dtype="float32"))
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
@@ -216,24 +221,11 @@ class HFSampler:
     def __init__(self, model: str, stop_ids: list[int], device, dtype, trust_remote_code: bool = False):
         """model: folder or Hub id. stop_ids: tokens that finish a response. device, dtype: of the weights."""
         self.model = load_model(model, trust_remote_code, dtype).eval()
-        self.device, self.stop_ids = torch.device("cpu"), torch.zeros(0)
-        ways = [(padded, attention) for padded in (True, False) for attention in ("sdpa", "eager")]
-        self.pad_prompts, attention = fastest_that_agrees(self.model, "--sampler hf", ways, self._probe,
-                                                          "; give --sampler vllm")
-        self.model.set_attn_implementation(attention)
+        # padding may reach a recurrent state
+        self.pad_prompts, self.device = is_fast(self.model.config), torch.device(device)
+        self.model.set_attn_implementation("sdpa" if self.pad_prompts else "eager")
         self.model.to(device)
-        self.device = device
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-
-    def _probe(self, model, pad_prompts: bool) -> tuple[list, torch.Tensor]:
-        """What this sampler would sample from a small copy. Padding may reach a recurrent state."""
-        sampler = copy.copy(self)
-        sampler.model, sampler.pad_prompts = model, pad_prompts
-        short, long = probe_responses(model)[1:]
-        requests = [Request(short.prompt_ids[:3], 2, 0, 2), Request(long.prompt_ids, 2, 1, 6),
-                    Request(long.prompt_ids, 2, 1, 3)]
-        responses, logprobs = sample_probe(sampler, requests)
-        return responses, logprobs[None]
 
     @timed("sync")
     @torch.no_grad()
@@ -268,8 +260,10 @@ class HFSampler:
         """Sequences at a time: at most 1,024, fewer if their logits or keys and values take much memory."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         text = self.model.config.get_text_config()
-        heads, queries = getattr(text, "num_key_value_heads", None), text.num_attention_heads
-        numbers = 2 * text.num_hidden_layers * text.hidden_size * (heads or queries) // queries
+        queries = text.num_attention_heads
+        heads = getattr(text, "num_key_value_heads", None) or queries
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
+        numbers = 2 * text.num_hidden_layers * heads * head_size
         sequence = numbers * longest * self.model.dtype.itemsize  # about
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         return max(1, min(1024, 2 ** 26 // vocabulary, CACHE // max(1, sequence)))

@@ -316,7 +316,7 @@ class Watched:
         spy(run.sampler, "generate", after=self._cut)
         spy(run.sampler, "generate", before=self._will_generate)
         spy(run.sampler, "sleep", before=lambda: call("sleep"))
-        spy(run.policy, "score_old", before=lambda responses, temperature: call("score_old"))
+        spy(run.policy, "score_old", before=lambda responses, *options: call("score_old"))
         if run.reference:
             spy(run.reference, "score_ref", before=lambda responses, temperature: call("score_ref"))
         spy(run.policy, "logprobs", before=self._forward)
@@ -330,30 +330,30 @@ class Watched:
             with torch.no_grad():
                 parameter.add_(noise)
 
-    def _will_generate(self, requests, temperature, top_p=1.0, top_k=0) -> None:
+    def _will_generate(self, requests, temperature, top_p=1.0, top_k=0, **stop) -> None:
         policy, sampler = self.policy_weights(), dict(self.run.sampler.model.named_parameters())
         fresh = all(torch.equal(policy[name], p.float()) for name, p in sampler.items())
         options = dict(temperature=temperature, top_p=top_p, top_k=top_k)
         self.calls.append("generate")
         self.generated.append(SimpleNamespace(requests=requests, fresh=fresh, **options))
 
-    def _cut(self, groups, requests, temperature, top_p=1.0, top_k=0) -> None:
+    def _cut(self, groups, requests, temperature, top_p=1.0, top_k=0, **stop) -> None:
         """Lengths differ, as if some responses had met their limit earlier; else all means were the same."""
         for group in groups if self.answers else []:
             for i, (ids, logprobs, finished) in enumerate(group):
                 length = max(1, len(ids) - i % 5 * 3)
                 group[i] = Sample(ids[:length], logprobs[:length], finished and length == len(ids))
 
-    def _will_sample(self, run, step, prompts, n, limits=None) -> None:
+    def _will_sample(self, run, step, prompts, n, limits=None, stop=()) -> None:
         self.step = step
         self.weights.setdefault(step, self.policy_weights())
 
-    def _sampled(self, groups, run, step, prompts, n, limits=None) -> None:
+    def _sampled(self, groups, run, step, prompts, n, limits=None, stop=()) -> None:
         tokens = []
         for group in groups:
             tokens.append([list(r.response_ids) for r in group])
         self.samples.append(SimpleNamespace(step=step, prompts=prompts, n=n, limits=limits, groups=groups,
-                                            tokens=tokens))
+                                            tokens=tokens, stop=stop))
 
     def _decoded(self, result, run, responses, problem) -> None:
         if not self.answers or not isinstance(problem.id, int):
@@ -383,7 +383,7 @@ class Watched:
     def _update(self) -> SimpleNamespace:
         return next(update for update in self.updates if update.gradient is None)
 
-    def _forward(self, micro, temperature, statistics=()) -> None:
+    def _forward(self, micro, temperature, entropy_coef=1.0, statistics=()) -> None:
         if torch.is_grad_enabled():
             self._update().micros += 1
 

@@ -12,16 +12,17 @@ import torch
 from conftest import ROOT, make_policy, random_rollouts, spy, tiny_model
 from equations import log_softmax_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.masking_utils import AttentionMaskInterface
 
 import ttrl
-from engine import logprobs, plan
+from engine import plan
 from engine.base import Request, UserError
 from engine.log import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
-from engine.models import load_model, read_config
-from engine.options import make_args
-from engine.samplers import HFSampler, check_vllm
+from engine.models import CHUNKED, PACKED, load_model, read_config
+from engine.options import Machine, make_args
+from engine.probe import eager_logprobs, is_fast, sample_probe
+from engine.samplers import HFSampler, check_engine, load_sampler
+from tools.plan import show
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())
@@ -64,103 +65,54 @@ def folder_of(tmp_path_factory):
 
 
 # ------------------------------------------------- the trainer --------------------------------------------
-@pytest.mark.parametrize("kind, head, attention", [
-    ("qwen3", PackedHead, "packed"), ("olmo2", ChunkedHead, "sdpa"),
-    ("gemma2", PlainHead, "eager"), ("vaultgemma", PlainHead, "eager"),      # sdpa leaves their soft cap out
-    ("gpt_oss", ChunkedHead, "eager"), ("granite_swa", ChunkedHead, "eager"),    # sdpa has no sinks
-    ("recurrent_gemma", PlainHead, "sdpa"), ("inkling_text", PlainHead, "sdpa"),  # other names, other logits
-    ("llama4_text", PlainHead, "sdpa"),                                      # its base_model is itself
-    ("mamba", ChunkedHead, "eager"), ("qwen3_5_text", ChunkedHead, "sdpa")])
-def test_a_type_is_trained_in_the_fastest_way_that_is_its_own(folder_of, kind, head, attention, capsys):
+# The first of each list here, all of them in the slow tests
+FAST = [*PACKED, *CHUNKED[:3], *[pytest.param(kind, marks=pytest.mark.slow) for kind in CHUNKED[3:]]]
+
+
+@pytest.mark.parametrize("kind", [*FAST, "gemma2", "gpt_oss", "granite", "llama4_text", "mamba"])
+def test_the_trainer_computes_the_models_own_log_probs(folder_of, kind, capsys):
+    """In the fast way that models.py names; any other type in the plain way, which a line says."""
     policy = make_policy(folder_of(kind))
-    assert policy.implementation == (head, attention)
-    said = f"{kind}: the trainer uses" in capsys.readouterr().out
-    assert said == (policy.implementation not in [(PackedHead, "packed"), (ChunkedHead, "sdpa")])
+    window = policy.model.config.get_text_config().to_dict().get("sliding_window")
+    expected = (ChunkedHead, "sdpa") if is_fast(policy.model.config) else (PlainHead, "eager")
+    if kind in PACKED and not window:
+        expected = PackedHead, "packed"
+    assert policy.implementation == expected
+    assert (f"{kind}: no test shows a faster way" in capsys.readouterr().out) == (expected[1] == "eager")
     assert from_eager(folder_of(kind)) < 1e-4
 
 
-def test_a_real_soft_cap_and_a_real_window_show_in_the_small_copy(tmp_path, monkeypatch):
-    """Gemma 2's own cap, 50, with weights as they are initialised; a window longer than what is measured."""
-    tiny_model("Gemma2", tmp_path / "gemma", head_dim=16, initializer_range=0.02, attn_logit_softcapping=50.0,
-               final_logit_softcapping=None)
-    assert make_policy(tmp_path / "gemma").implementation == (ChunkedHead, "eager")
-    tiny_model("Mistral", tmp_path / "mistral", sliding_window=100, num_hidden_layers=8)
-    model = load_model(str(tmp_path / "mistral"))
-    assert logprobs.small_copy(model).config.num_hidden_layers == 2
-    assert logprobs.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "sdpa")
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda *arguments, **options: None)
-    assert logprobs.fastest_exact_implementation(model, False, False, 101) == (ChunkedHead, "eager")
-    assert logprobs.fastest_exact_implementation(model, False, False, 100) == (ChunkedHead, "sdpa")
-
-
-def test_a_wrong_kernel_is_not_used(folder_of, monkeypatch, capsys):
-    def wrong(module, query, key, value, attention_mask, **options):
-        out, weights = right(module, query, key, value, attention_mask, **options)
-        return out * 1.01, weights
-
-    right = logprobs.packed_attention
-    monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "packed", wrong)
-    assert make_policy(folder_of("qwen2")).implementation == (ChunkedHead, "sdpa")
-    assert "log-probs with packed rows and packed attention: 0.0" in capsys.readouterr().out
-    monkeypatch.setitem(logprobs.AttentionInterface._global_mapping, "sdpa", wrong)
-    assert make_policy(folder_of("qwen2")).implementation == (ChunkedHead, "eager")
-
-
-@pytest.mark.parametrize("compiled, said", [
-    (lambda layer: lambda *args, **options: layer(*args, **options) * 1.01, "AssertionError Tensor"),
-    (lambda layer: {}["gcc"], "KeyError 'gcc'")])
-def test_layers_that_compile_badly_are_not_compiled(monkeypatch, capsys, compiled, said):
-    monkeypatch.setattr(torch, "compile", lambda layer, dynamic: compiled(layer))
-    assert not make_policy(compile=True).compiled
-    assert f"--compile is left out, since compiled layers fail a test: {said}" in capsys.readouterr().out
-
-
-def test_a_type_that_no_way_computes_is_one_sentence(folder_of, monkeypatch):
-    monkeypatch.setattr(PlainHead, "rows", staticmethod(ChunkedHead.rows))
-    monkeypatch.setattr(logprobs, "AGREES", -1)
-    with pytest.raises(UserError, match="--model is of the type olmo2, whose own log-probs the trainer "):
-        make_policy(folder_of("olmo2"))
+def test_a_config_that_scales_logits_is_computed_in_the_plain_way(tmp_path):
+    """A type may have an entry that no test has set: what only the model's own code does with it."""
+    entries = [(dict(), True), (dict(logit_scale=1), True), (dict(final_logit_softcapping=30.0), False),
+               (dict(logits_scaling=8.0), False)]
+    for entry, fast in entries:
+        assert is_fast(AutoConfig.for_model("llama", **entry)) == fast
 
 
 # ------------------------------------------------- the sampler --------------------------------------------
-RECURRENT = ["qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "jamba", "falcon_h1",
-             "granitemoehybrid", "olmo_hybrid"]
-
-
 @pytest.mark.parametrize("kind", [
-    *RECURRENT, "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3", "mistral", "gpt2", "bloom"])
+    *FAST, "jamba", "qwen3_5_text", "gemma2", "gpt_oss", "granite_swa"])
 def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
-    """Prompts of uneven length, several responses to each, and limits at which rows are dropped."""
+    """Prompts of uneven length, several responses to each, and limits at which rows are dropped. Padded
+    together, or, where padding may reach a recurrent state, one by one."""
     hf, vocabulary = HFSampler(str(folder_of(kind)), [2], CPU, torch.float32), range(30, 600, 7)
     prompts = [list(vocabulary)[:12], [31, 33], list(vocabulary)[20:27], [40] * 5]
     requests = [Request(prompt, 3, i, 4 + 5 * i) for i, prompt in enumerate(prompts)]
-    responses, found = logprobs.sample_probe(hf, requests)
-    own = logprobs.eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
-    assert (found - own).abs().max() < 1e-3
+    responses, logprobs = sample_probe(hf, requests)
+    own = eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
+    assert (logprobs - own).abs().max() < 1e-3
     alone = [hf.generate([request], 1.0)[0] for request in requests]
     assert [r.response_ids for r in responses] == [r.response_ids for group in alone for r in group]
 
 
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "minimax", "xlstm"])
-def test_a_type_that_the_hf_sampler_cannot_sample_from_is_one_sentence(folder_of, kind):
-    with pytest.raises(UserError, match=f"{kind}, whose own log-probs --sampler hf does not compute; give -"):
-        HFSampler(str(folder_of(kind)), [2], CPU, torch.float32)
-
-
-def test_prompts_that_padding_would_change_are_computed_one_by_one(folder_of, monkeypatch, capsys):
-    """A model that reads padding like any other token, as some recurrent layers do."""
-    def forward(self, input_ids, attention_mask=None, **options):
-        if attention_mask is not None:
-            attention_mask = torch.ones_like(attention_mask)
-        return original(self, input_ids=input_ids, attention_mask=attention_mask, **options)
-
-    model = load_model(str(folder_of("qwen3")))
-    original = type(model).forward
-    monkeypatch.setattr(type(model), "forward", forward)
-    hf = HFSampler(str(folder_of("qwen3")), [2], CPU, torch.float32)
-    assert not hf.pad_prompts and "uses one prompt at a time and fused attention" in capsys.readouterr().out
-    responses, found = logprobs.sample_probe(hf, [Request([31, 33, 40][:n], 2, n, 5) for n in (3, 1, 2)])
-    assert (found - logprobs.eager_logprobs(model.eval(), responses)[0]).abs().max() < 1e-4
+def test_a_type_that_the_hf_sampler_cannot_sample_from_is_one_sentence(folder_of, kind, trained):
+    folder = str(folder_of(kind))
+    policy = make_policy(folder) if trained else None
+    with pytest.raises(UserError, match=f"--sampler hf .*, which is of the type {kind}; give --sampler vllm"):
+        load_sampler(folder, CPU, torch.float32, Machine(sampler="hf"), 192, [2], 1, policy)
 
 
 # ----------------------------------------------------- vLLM -----------------------------------------------
@@ -179,14 +131,24 @@ def engine(folder, off=0.0, error=None):
 def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(folder_of, trained):
     folder = folder_of("qwen2")
     policy = make_policy(folder) if trained else None
-    model = policy.model if trained else load_model(str(folder))
-    check_vllm(engine(folder), model, True, 1e-3, policy)
-    check_vllm(engine(folder, off=0.3), model, False, 1e-3, policy)  # bfloat16 rounds
+    machine = Machine(sampler="vllm")
+    check_engine(engine(folder), machine, True, policy)
+    check_engine(engine(folder, off=0.3), machine, False, policy)  # bfloat16 rounds
     for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
-        with pytest.raises(UserError, match="off those of transformers for --model"):
-            check_vllm(engine(folder, off=off), model, exact, 1e-3, policy)
+        with pytest.raises(UserError, match="off those of the trainer for --model"):
+            check_engine(engine(folder, off=off), machine, exact, policy)
     with pytest.raises(UserError, match="vLLM does not run .* give --sampler hf. It says: KeyError"):
-        check_vllm(engine(folder, error=KeyError("x")), model, True, 1e-3, policy)
+        check_engine(engine(folder, error=KeyError("x")), machine, True, policy)
+
+
+def test_an_engine_that_fails_on_one_rank_ends_that_rank(folder_of, monkeypatch):
+    """The others are gathering weights: if it told them of its error, all would wait for hours."""
+    monkeypatch.setattr("engine.samplers.all_gather", mock.Mock(side_effect=AssertionError("waits")))
+    policy = make_policy(folder_of("qwen2"))
+    hf = engine(folder_of("qwen2"))
+    hf.load = mock.Mock(side_effect=RuntimeError("out of memory"))
+    with pytest.raises(UserError, match="out of memory"):
+        check_engine(hf, Machine(sampler="vllm"), True, policy)
 
 
 BY_VLLM = ["olmo2", "gemma2", "mixtral"]
@@ -224,7 +186,7 @@ def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder
     options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
     config = read_config(str(folder_of(kind)), 64, 64)
     with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
-        plan.show(make_args(ttrl.Args, options | dict(plan=True)), config)
+        show(make_args(ttrl.Args, options | dict(plan=True)), config)
     memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, True)
     assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
-    assert f"Warning: --model is of the type {kind}, of which --plan does not know" in capsys.readouterr().out
+    assert f"Warning: --model is of the type {kind}, whose memory is not known" in capsys.readouterr().out

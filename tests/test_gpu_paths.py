@@ -1,7 +1,6 @@
 """What only runs on a GPU, tried without one as far as that goes, and what a first hour on one may meet."""
 
 import contextlib
-import importlib
 import json
 import os
 from unittest import mock
@@ -13,7 +12,6 @@ from conftest import fresh_state, make_policy, random_rollouts, run_toy
 from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
-import engine
 import ttrl
 from engine import builtin, options, process
 from engine.base import UserError
@@ -88,23 +86,6 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
-@pytest.mark.parametrize("version, pinned", [("2.13.0+cu130", True), ("2.11.0", False), ("2.14.1", False)])
-def test_pinned_memory_that_is_not_rounded_is_not_kept(monkeypatch, version, pinned):
-    """torch 2.13 keeps it in lists by powers of two, and gives a block to whatever falls into its list."""
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    importlib.reload(engine)
-    found = dict(pair.split(":") for pair in os.environ["PYTORCH_CUDA_ALLOC_CONF"].split(","))
-    assert found.pop("expandable_segments") == "True" and bool(found) == pinned
-    assert found.get("pinned_max_cached_size_mb") == found.get("pinned_max_round_threshold_mb")
-
-
-def test_ranks_wait_for_each_other_for_hours(monkeypatch):
-    with mock.patch.dict(os.environ), mock.patch.object(dist, "init_process_group") as init:
-        process.start_processes(dict(seed=0, dtype="bfloat16"))
-    assert init.call_args.kwargs["timeout"].total_seconds() >= 3600
-
-
 @pytest.mark.parametrize("cuda", ["13.0", None])  # None: the demo's torch, on a machine with a driver
 @pytest.mark.parametrize("flags, hidden, refused", [
     (dict(model="Qwen/Qwen3-4B"), None, True), (dict(model="Qwen/Qwen3-4B"), "0,1", True),

@@ -94,6 +94,8 @@ def test_imports_run_one_way_and_in_no_circle():
     for module, imported in graph.items():
         if module in ("evaluate", *SCRIPTS):
             imported -= {"common"}
+        if module == "common":
+            imported -= {"tools.plan"}  # what --plan calls
         if not module.startswith(("tools", "claims", "docs", "exercises")):
             below = "answers" if module.startswith("answers") else ("answers", "engine.")
             assert all(name.startswith(below) for name in imported), (module, imported)

@@ -180,8 +180,8 @@ def poison(*bad: int):
     def meddle(run):
         original, done = run.policy.logprobs, Counter()
 
-        def logprobs(micro, temperature, statistics=()):
-            logp, entropy = original(micro, temperature)
+        def logprobs(micro, *options):
+            logp, entropy = original(micro, *options)
             poisoned = torch.is_grad_enabled() and done["updates"] in bad
             return logp * math.nan if poisoned else logp, entropy
 
@@ -208,6 +208,28 @@ def test_bad_updates_are_skipped_and_counted_and_in_a_row_stop_the_run(watch, mo
     with pytest.raises(UserError, match="2 optimizer steps in a row had a non-finite loss"):
         seen.main()
     assert [update.stepped for update in seen.updates] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("script, loss_aggregation", [
+    *[(script, "seq-mean") for script in SCRIPTS], ("ttrl", "token-mean"), ("dynamic_rl", "token-mean")])
+def test_what_has_no_gradient_is_not_computed(script, loss_aggregation, watch, monkeypatch):
+    """Without KL and entropy term: prompts that agree are neither scored nor back-propagated, in the same
+    means. Some minibatch has no gradient at all: AdamW's momentum moves the weights all the same."""
+    flags = dict(kl_coef=0.0, entropy_coef=0.0, steps=2, minibatches="by_prompt", num_minibatches=5,
+                 loss_aggregation=loss_aggregation)
+    seen = watch(script, **flags)
+    monkeypatch.setattr(seen.module.Args, "has_gradient", lambda self, response: True)
+    whole = watch(script, noise=0.30, **flags)  # as usual, but a run of its own
+    torch.testing.assert_close(seen.policy_weights(), whole.policy_weights(), atol=1e-6, rtol=1e-3)
+    for ours, theirs in zip(untimed(seen.metrics), untimed(whole.metrics), strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
+    left_out = [r for r in seen.updates[0].train if not r.advantage and not getattr(r, "minus", 0)]
+    if script != "scrl":
+        assert all(r.entropy is None for r in left_out)
+    if script in ("ttrl", "ettrl"):  # the fifth problem's answers agree
+        norms = [update.grad_norm for update in seen.updates[:5]]
+        assert left_out and min(norms) == 0 < max(norms)
 
 
 # -------------------------------------------- every flag has an effect -------------------------------------

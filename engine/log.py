@@ -176,13 +176,17 @@ class Log:
         """Keep a prompt's votes for the log.
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
-        Raises ValueError if there is not one class and one finite reward per response."""
-        n = len(responses)
-        if rewards.shape != (n,) or not rewards.is_floating_point() or not rewards.isfinite().all():
+        Raises ValueError if there is not one class and one finite reward per response, or if a label is no
+        class."""
+        n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
+        if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
             raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
             raise ValueError(f"classes must be a list of {n} whole numbers or None, but are "
                              f"{repr(classes)[:80]}")
+        named = [*(label if isinstance(label, dict) else [label]), *negatives]
+        if not all(c is None or isinstance(c, int) for c in named):
+            raise ValueError(f"label and negatives must be classes, which are whole numbers, but are {named}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),

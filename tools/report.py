@@ -21,8 +21,7 @@ from pathlib import Path
 from engine.base import UserError
 from engine.log import has_evaluation, read_jsonl, read_metrics
 
-OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
-    skipped_updates""".split()
+OPTIMIZER = "loss kl grad_norm clip_fraction logp_diff_max prompt_weight lr skipped_updates".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
 HIDDEN = """step logp_diff_mean truncated answered batch_pass@1 entropy_right entropy_wrong positive_advantage
     negative_coverage fork_position filtered no_question unanimous unique_answers question_entropy
@@ -181,7 +180,9 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
             others.append(line)
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
-    return dict(name=folder.resolve().name, method=method_of(folder), about=", ".join(options),
+    script = folder / "script.py"  # as it ran; its first line names the paper
+    paper = script.read_text(encoding="utf-8").partition("\n")[0].strip('"') if script.exists() else ""
+    return dict(name=folder.resolve().name, method=method_of(folder), paper=paper, about=", ".join(options),
                 results=about.get("results", {}), votes=votes, kept=kept, others=others,
                 told=told(lines, fates(votes), args.get("dataset", "")),
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))

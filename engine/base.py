@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+from huggingface_hub.constants import ENDPOINT, HF_HOME, HF_HUB_CACHE, is_offline_mode
+from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
@@ -88,6 +89,19 @@ def first_line(error: BaseException) -> str:
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 
+def check_hub(name: str) -> None:
+    """Raises UserError if this folder, which is not there, can be nothing of the Hub, or if the Hub cannot be
+    reached: its client would try for most of a minute, file by file."""
+    try:
+        validate_repo_id(name)
+        is_offline_mode() or get_session().head(ENDPOINT, timeout=5)
+    except HFValidationError:
+        raise UserError(f"there is no folder '{name}'.") from None
+    except Exception as error:
+        raise UserError(f"'{name}' is no folder here, and the Hub cannot be reached ({first_line(error)}). "
+                        "Without a network HF_HUB_OFFLINE=1 takes what its cache holds.") from None
+
+
 def stop_texts(stop) -> list[str]:
     """The texts that end a response. Raises ValueError if they are one bare text, each letter of which would
     end it, or if one is empty, which every token completes."""
@@ -142,8 +156,11 @@ def rank_and_ranks() -> tuple[int, int]:
 def print0(text: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if rank_and_ranks()[0] == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # what it was piped into, as `head`, has ended; the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def all_gather(item) -> list:

@@ -37,9 +37,12 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, device, identity: dict):
-        """options: all, by name. identity: data.digests'. Raises UserError if the folder cannot be used."""
-        self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
+    def __init__(self, options: dict, device, identity: dict, changed: dict):
+        """options: all, by name; changed: those that are no defaults. identity: data.digests'.
+
+        Raises UserError if the folder cannot be used."""
+        self.options, self.changed, self.device = options, changed, device
+        self.rank, ranks = rank_and_ranks()
         self.board, self.bad_steps, self.warned = None, 0, False
         self.identity, self.before, self.record = {}, {}, {}
         self.begin_step()
@@ -212,7 +215,7 @@ class Log:
         self.bad_steps += 1
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
-                            "--resume continues from the last checkpoint.")
+                            "give a lower --lr.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -281,6 +284,8 @@ class Log:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
         self.bar.close()
         self._draw("close")
+        text = model_card(self.options, self.changed, self.history)
+        on_rank_0(lambda: write_atomically(self.path / "final/README.md", text))
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
 
@@ -318,6 +323,23 @@ def evaluation_table(history: list[dict]) -> str:
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
     return "\n".join([*lines, "pass@1: the share of right responses, greedy: at temperature 0; pass@k: of "
                       "problems that at least one of k solves; maj@k: where the majority of k is right"])
+
+
+def model_card(options: dict, changed: dict, history: list[dict]) -> str:
+    """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
+    def told(value) -> str:
+        return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
+
+    model = told(options["model"]) or "toy"
+    script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
+    if "/" in model:  # a name of the Hub
+        head.append(f"base_model: {model}")
+    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
+    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
+    return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
+                      f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
+                      "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])
 
 
 def vote_record(group: dict) -> dict:

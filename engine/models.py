@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, print0, stable_hash
+from engine.base import UserError, check_hub, first_line, print0, stable_hash
 from engine.builtin import SMOLLM2_MODEL, TOY_MODEL
 from engine.data import read_template
 
@@ -43,6 +43,11 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
     """The model's config, which is all that a plan needs.
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
+    if not Path(path).is_dir():
+        try:
+            check_hub(path)
+        except UserError as error:
+            raise UserError(f"--model: {error}") from None
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
         adapter = file_of(path, "adapter_config.json")

@@ -215,6 +215,23 @@ def test_a_sample_record_by_hand():
 
 
 # -------------------------------------------------- evaluate.py -------------------------------------------
+def test_the_results_of_a_benchmark_stay_if_a_later_one_fails(tmp_path, monkeypatch):
+    def graded(run, name, problems):
+        assert name == "toy"
+        return [(grade(Problem("p", "1"), [rollout("1")]), [])]
+
+    monkeypatch.setattr(common, "evaluate_benchmark", graded)
+    with pytest.raises(AssertionError):
+        evaluate.main(evaluate.Args(**evaluate.TOY, out=str(tmp_path / "out")))
+    assert json.loads((tmp_path / "out/results.json").read_text())["results"]["toy"]["pass@1"] == 1
+
+
+def test_a_grader_that_is_not_installed_is_said(launch, monkeypatch):
+    monkeypatch.setattr("evaluate.util.find_spec", lambda name: None)
+    code, _, error = launch("evaluate", grader="math_verify")
+    assert code == 2 and error.endswith("which needs another package: pip install math-verify.\n")
+
+
 def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
     """pass@1 and every response, of the last step's checkpoint and of final/, not of the start model."""
     run = tmp_path / "run"  # with a learning rate that changes what the model says

@@ -141,8 +141,8 @@ def tensor_in_state(args, **task):
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, but are"),
-    (ttrl, "majority_reward", lambda classes: [1.0] * len(classes), "rewards must be a tensor .* but are .1.0"),
-    (common, "majority", lambda classes: "42", "label and negatives must be classes, .* but are .'42'"),
+    (ttrl, "majority_reward", lambda classes: [1.0] * len(classes), "rewards must be a tensor .* are .1.0"),
+    (common, "majority", lambda classes: "42", "label and negatives must be classes, .* are .'42'"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
@@ -167,7 +167,7 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
 
 def test_an_options_name_that_every_run_has_is_refused():
     args = dataclasses.make_dataclass("Args", [("keep", float, 0.9)], bases=(common.Args,))
-    with pytest.raises(common.UserError, match="^Args has the option 'keep', but that is the name of an option"):
+    with pytest.raises(common.UserError, match="^Args has the option 'keep', but that is the name of"):
         parse(args)
 
 

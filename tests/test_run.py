@@ -71,13 +71,14 @@ def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
 def test_the_final_model_tells_how_it_was_made(tmp_path):
     run_toy(restrain, tmp_path / "run", steps=1, eval="toy_test", eval_samples=2, eval_greedy=True)
     card = ModelCard.load(tmp_path / "run/final/README.md")  # raises if the metadata are no YAML
-    assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the toy has none on the Hub
+    assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the Hub has no toy
     assert "--steps 1 " in card.text and "--kappa 2" in card.text and str(tmp_path) not in card.text
     for name in ("greedy", "pass@1", "maj@2"):
         assert re.search(rf"toy_test/{name} +0\.\d+ +0\.\d+\n", card.text)
     options = read_run(tmp_path / "run")["args"]
     card = ModelCard(model_card(options | dict(model="Qwen/Qwen3-4B", dataset=str(tmp_path)), {}, []))
-    assert card.data.base_model == "Qwen/Qwen3-4B" and f"Data: {tmp_path.name}. Labels: majority." in card.text
+    assert card.data.base_model == "Qwen/Qwen3-4B"
+    assert f"Data: {tmp_path.name}. Labels: majority." in card.text
 
 
 # ----------------------------------------------- the initial votes -----------------------------------------

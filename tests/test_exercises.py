@@ -67,6 +67,7 @@ CHANGES = {
         > tau_marg => > tau_marg * (len(counts) > 1)
         / n < tau_neg => / n < 0.125
         if c != positive and => if
+        / n > tau_marg => / sum(counts.values()) > tau_marg
         > tau_marg => >= tau_marg
         n, top = len(classes) => n, top = sum(c is not None for c in classes)
         mean(map(float, entropies)) => mean([h for c, h in zip(classes, entropies) if c is not None] or [0])

@@ -94,7 +94,7 @@ def check_hub(name: str) -> None:
     reached: its client would try for most of a minute, file by file."""
     try:
         validate_repo_id(name)
-        is_offline_mode() or get_session().head(ENDPOINT, timeout=5)
+        is_offline_mode() or get_session().head(ENDPOINT, timeout=10)
     except HFValidationError:
         raise UserError(f"there is no folder '{name}'.") from None
     except Exception as error:

@@ -170,7 +170,7 @@ def summary(curves: dict[str, dict]) -> str:
         if values := [*curves.get("Learning", {}).get(name, [{}])[0].values()]:
             first, last = values[0], sum(values[-5:]) / len(values[-5:])
             rows.append(f"| {name.replace('_', ' ')}, last five steps | {first:.3g} | {last:.3g} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n" if rows[2:] else ""
 
 
 def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
@@ -266,7 +266,7 @@ def main() -> None:
             options.table.write_text(page, encoding="utf-8")
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
-    print(f"{table}\n{out}")
+    print(f"{table}{out}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ $(PYTHON) -m venv --clear $(@D)
 endef
 
 .DELETE_ON_ERROR:
-.PHONY: demo lab real smollm2 test quick lint docs .venv .venv-lab .docs
+.PHONY: demo lab real smollm2 test quick lint docs .venv .venv-lab .venv-gpu .docs
 
 demo: .venv-lab/made
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
@@ -53,7 +53,15 @@ lint: .venv/made
 docs: .docs/made
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
 
-.venv .venv-lab .docs: %: %/made
+.venv: .venv/made
+.venv-lab: .venv-lab/made
+.venv-gpu: .venv-gpu/made
+.docs: .docs/made
+
+.venv-gpu/made: requirements.txt
+	$(NEW)
+	$(@D)/bin/pip install -q -r requirements.txt
+	touch $@
 
 .docs/made: requirements-docs.txt
 	$(NEW)

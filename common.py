@@ -196,7 +196,8 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     options, identity = options_dict(args), data.digests(sets, stop_ids)
     device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
-    log = Log(options, device, identity, changed(args))
+    log = Log(options, device, identity)
+    log.changed = changed(args)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
     if train:

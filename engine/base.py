@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.constants import ENDPOINT, HF_HOME, HF_HUB_CACHE, is_offline_mode
-from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
+from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
@@ -87,19 +86,6 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and str(error.filename).startswith((HF_HOME, HF_HUB_CACHE)):
         return f"the cache {error.filename} cannot be used ({error.strerror}); HF_HOME names another"
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
-
-
-def check_hub(name: str) -> None:
-    """Raises UserError if this folder, which is not there, can be nothing of the Hub, or if the Hub cannot be
-    reached: its client would try for most of a minute, file by file."""
-    try:
-        validate_repo_id(name)
-        is_offline_mode() or get_session().head(ENDPOINT, timeout=10)
-    except HFValidationError:
-        raise UserError(f"there is no folder '{name}'.") from None
-    except Exception as error:
-        raise UserError(f"'{name}' is no folder here, and the Hub cannot be reached ({first_line(error)}). "
-                        "Without a network HF_HUB_OFFLINE=1 takes what its cache holds.") from None
 
 
 def stop_texts(stop) -> list[str]:

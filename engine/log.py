@@ -37,12 +37,9 @@ class Log:
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, device, identity: dict, changed: dict):
-        """options: all, by name; changed: those that are no defaults. identity: data.digests'.
-
-        Raises UserError if the folder cannot be used."""
-        self.options, self.changed, self.device = options, changed, device
-        self.rank, ranks = rank_and_ranks()
+    def __init__(self, options: dict, device, identity: dict):
+        """options: all, by name. identity: data.digests'. Raises UserError if the folder cannot be used."""
+        self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
         self.board, self.bad_steps, self.warned = None, 0, False
         self.identity, self.before, self.record = {}, {}, {}
         self.begin_step()
@@ -284,10 +281,10 @@ class Log:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
         self.bar.close()
         self._draw("close")
-        text = model_card(self.options, self.changed, self.history)
-        on_rank_0(lambda: write_atomically(self.path / "final/README.md", text))
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
+        card = model_card(self.options, self.changed, self.history)
+        on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
 
 
 def has_evaluation(line: dict) -> bool:

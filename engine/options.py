@@ -184,6 +184,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if taken := args_class.__dataclass_fields__.keys() & Machine.__dataclass_fields__.keys():
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values

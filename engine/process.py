@@ -61,7 +61,6 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
     rank = 0
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     try:
         rank, _ = rank_and_ranks()
         main(parse(args_class, toy, smollm2))

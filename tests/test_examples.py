@@ -245,7 +245,7 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
 # --------------------------------------------------- resume, ranks ----------------------------------------
 @pytest.mark.parametrize("name", ["dynamic_sampling", "flip_rate"])  # which keep a state
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch, watch):
-    short = test_fork_template.SHORT
+    short = test_fork_template.SHORT | dict(prompts_per_batch=4)
     if name == "flip_rate":  # five problems, seen in all steps
         short |= dict(dataset=str(watch.problems), prompts_per_batch=5)
     monkeypatch.setattr(test_fork_template, "fork", load_script(name))

@@ -15,14 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, as_if_killed, fresh_state, random_rollouts, read_lines, run_toy
 from conftest import toy_args, toy_of, untimed
-from huggingface_hub import ModelCard
 
 import common
 import restrain
 import ttrl
 from engine import checkpoint, options
-from engine.base import UserError, read_run
-from engine.log import model_card
+from engine.base import UserError
 from engine.samplers import HFSampler
 
 
@@ -65,20 +63,6 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
 def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
     with pytest.raises(UserError, match=sentence):
         parse_resumed(script, *flags)
-
-
-# ------------------------------------------------ the model card ------------------------------------------
-def test_the_final_model_tells_how_it_was_made(tmp_path):
-    run_toy(restrain, tmp_path / "run", steps=1, eval="toy_test", eval_samples=2, eval_greedy=True)
-    card = ModelCard.load(tmp_path / "run/final/README.md")  # raises if the metadata are no YAML
-    assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the Hub has no toy
-    assert "--steps 1 " in card.text and "--kappa 2" in card.text and str(tmp_path) not in card.text
-    for name in ("greedy", "pass@1", "maj@2"):
-        assert re.search(rf"toy_test/{name} +0\.\d+ +0\.\d+\n", card.text)
-    options = read_run(tmp_path / "run")["args"]
-    card = ModelCard(model_card(options | dict(model="Qwen/Qwen3-4B", dataset=str(tmp_path)), {}, []))
-    assert card.data.base_model == "Qwen/Qwen3-4B"
-    assert f"Data: {tmp_path.name}. Labels: majority." in card.text
 
 
 # ----------------------------------------------- the initial votes -----------------------------------------

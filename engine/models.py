@@ -52,8 +52,8 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
     except HFValidationError:
         raise UserError(f"--model is '{path}', but there is no such folder.") from None
     except Exception as error:
-        raise UserError(f"--model is '{path}', no folder here, and the Hub cannot be reached; without a network "
-                        f"HF_HUB_OFFLINE=1 takes what its cache holds: {first_line(error)}") from None
+        raise UserError(f"--model is '{path}', no folder here, and the Hub cannot be reached; without a "
+                        f"network HF_HUB_OFFLINE=1 takes what its cache holds: {first_line(error)}") from None
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
         adapter = file_of(path, "adapter_config.json")

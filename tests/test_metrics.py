@@ -243,6 +243,13 @@ def test_the_results_of_a_benchmark_stay_if_a_later_one_fails(tmp_path, monkeypa
     assert json.loads((tmp_path / "out/results.json").read_text())["results"]["toy"]["pass@1"] == 1
 
 
+def test_without_a_network_the_remedy_is_said(launch, monkeypatch):
+    monkeypatch.setattr("engine.models.is_offline_mode", lambda: False)
+    monkeypatch.setattr("engine.models.ENDPOINT", "http://127.0.0.1:9")
+    code, _, error = launch("evaluate", model="owner/name")
+    assert code == 2 and "without a network HF_HUB_OFFLINE=1 takes what its cache holds" in error
+
+
 def test_a_grader_that_is_not_installed_is_said(launch, monkeypatch):
     monkeypatch.setattr("evaluate.util.find_spec", lambda name: None)
     code, _, error = launch("evaluate", grader="math_verify")

@@ -163,13 +163,12 @@ def panels(lines: list[list[dict]]) -> dict[str, dict]:
 def summary(curves: dict[str, dict]) -> str:
     """Markdown: the first run's evaluations, first and last; some metrics of step 1 and of the last five."""
     rows = ["| | start | end |", "|---|---|---|"]
-    for name, drawn in curves.get("Accuracy", {}).items():
-        first, *_, last = 2 * [*drawn[0].values()]
-        rows.append(f"| {name.removeprefix('eval/').replace('/', ' ')} | {first:.2f} | {last:.2f} |")
-    for name in ("length", "reward", "majority_accuracy", "distinct_answers"):
-        if values := [*curves.get("Learning", {}).get(name, [{}])[0].values()]:
-            first, last = values[0], sum(values[-5:]) / len(values[-5:])
-            rows.append(f"| {name.replace('_', ' ')}, last five steps | {first:.3g} | {last:.3g} |")
+    for name, (curve, *_) in (curves.get("Accuracy", {}) | curves.get("Learning", {})).items():
+        values, scored = [*curve.values()], name.startswith("eval/")
+        if values and (scored or name in ("length", "reward", "majority_accuracy", "distinct_answers")):
+            last = values[-1:] if scored else values[-5:]
+            title = name[5:].replace("/", " ") if scored else f"{name.replace('_', ' ')}, last five steps"
+            rows.append(f"| {title} | {values[0]:.2f} | {sum(last) / len(last):.2f} |")
     return "\n".join(rows) + "\n" if rows[2:] else ""
 
 

@@ -167,7 +167,7 @@ def summary(curves: dict[str, dict]) -> str:
         values, scored = [*curve.values()], name.startswith("eval/")
         if values and (scored or name in ("length", "reward", "majority_accuracy", "distinct_answers")):
             last = values[-1:] if scored else values[-5:]
-            title = name[5:].replace("/", " ") if scored else f"{name.replace('_', ' ')}, last five steps"
+            title = name[5:].replace("/", " ") if scored else f"{name.replace('_', ' ')}: step 1, last five"
             rows.append(f"| {title} | {values[0]:.2f} | {sum(last) / len(last):.2f} |")
     return "\n".join(rows) + "\n" if rows[2:] else ""
 

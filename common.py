@@ -28,7 +28,7 @@ from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
-from engine.options import Positive, PositiveShare, Share, bad_flags, options_dict
+from engine.options import Positive, PositiveShare, Share, bad_flags, changed, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, launch as launch, start_processes
 
@@ -203,6 +203,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     device, dtype = start_processes(options, train, small=args.model in TOYS)
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)
+    log.changed = changed(args)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
     if train:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
+from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -88,6 +89,9 @@ class Args(Shared):
         """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""
         if bad := out_of_range(self):
             raise UserError("\n".join(bad))
+        if self.grader == "math_verify" and not util.find_spec("math_verify"):
+            raise UserError("--grader is 'math_verify', which needs another package: pip install "
+                            "math-verify.")
         chosen = dict(PRESETS[self.preset])
         chosen |= {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
         if chosen["temperature"] == 0 and (self.samples or 1) > 1:
@@ -126,14 +130,19 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
+        save_results(run.log.path, model, results)  # a later benchmark may fail
     rates = [row["pass@1"] for row in results.values() if "pass@1" in row]
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
-    if rank_and_ranks()[0] == 0:  # saved before it is printed: a closed pipe costs nothing
-        record = read_run(run.log.path) | dict(model=model, results=results)
-        write_atomically(run.log.path / "results.json", json.dumps(record, indent=1))
-        print("\n".join([table(results), *warnings, "", str(run.log.path / "results.json")]))
+        save_results(run.log.path, model, results)
+    print0("\n".join([table(results), *warnings, "", str(run.log.path / "results.json")]))
     return results
+
+
+def save_results(folder: Path, model: str, results: dict) -> None:
+    if rank_and_ranks()[0] == 0:
+        record = read_run(folder) | dict(model=model, results=results)
+        write_atomically(folder / "results.json", json.dumps(record, indent=1))
 
 
 def is_checkpoint(model: str) -> bool:

@@ -176,13 +176,17 @@ class Log:
         """Keep a prompt's votes for the log.
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
-        Raises ValueError if there is not one class and one finite reward per response."""
-        n = len(responses)
-        if rewards.shape != (n,) or not rewards.is_floating_point() or not rewards.isfinite().all():
+        Raises ValueError if there is not one class and one finite reward per response, or if a label is no
+        class."""
+        n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
+        if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
             raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
             raise ValueError(f"classes must be a list of {n} whole numbers or None, but are "
                              f"{repr(classes)[:80]}")
+        named = [*(label if isinstance(label, dict) else [label]), *negatives]
+        if not all(c is None or isinstance(c, int) for c in named):
+            raise ValueError(f"label and negatives must be classes, which are whole numbers, but are {named}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -215,7 +219,7 @@ class Log:
         self.bad_steps += 1
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
-                            "--resume continues from the last checkpoint.")
+                            "give a lower --lr.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -290,6 +294,8 @@ class Log:
         self._draw("close")
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
+        card = model_card(self.options, self.changed, self.history)
+        on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
 
 
 def has_evaluation(line: dict) -> bool:
@@ -325,6 +331,23 @@ def evaluation_table(history: list[dict]) -> str:
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
     return "\n".join([*lines, "pass@1: the share of right responses, greedy: at temperature 0; pass@k: of "
                       "problems that at least one of k solves; maj@k: where the majority of k is right"])
+
+
+def model_card(options: dict, changed: dict, history: list[dict]) -> str:
+    """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
+    def told(value) -> str:
+        return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
+
+    model = told(options["model"]) or "toy"
+    script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
+    if "/" in model:  # a name of the Hub
+        head.append(f"base_model: {model}")
+    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
+    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
+    return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
+                      f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
+                      "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])
 
 
 def vote_record(group: dict) -> dict:

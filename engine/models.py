@@ -9,6 +9,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub.constants import ENDPOINT, is_offline_mode
+from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -51,6 +53,15 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
     """The model's config, which is all that a plan needs.
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
+    try:  # the Hub's client would try again for most of a minute, file by file
+        if not Path(path).is_dir():
+            validate_repo_id(path)
+            is_offline_mode() or get_session().head(ENDPOINT, timeout=10)
+    except HFValidationError:
+        raise UserError(f"--model is '{path}', but there is no such folder.") from None
+    except Exception as error:
+        raise UserError(f"--model is '{path}', no folder here, and the Hub cannot be reached; without a "
+                        f"network HF_HUB_OFFLINE=1 takes what its cache holds: {first_line(error)}") from None
     wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
         adapter = file_of(path, "adapter_config.json")

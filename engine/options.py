@@ -108,6 +108,12 @@ def options_dict(args) -> dict:
     return own | (vars(args.machine) if "machine" in vars(args) else {})
 
 
+def changed(args) -> dict:
+    """The options that have another value than the script's default."""
+    defaults = options_dict(type(args)())
+    return {name: value for name, value in options_dict(args).items() if value != defaults[name]}
+
+
 def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
@@ -175,6 +181,10 @@ def bad_flags(args) -> list[str]:
 def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
+    if taken := args_class.__dataclass_fields__.keys() & Machine.__dataclass_fields__.keys():
+        raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
+                        "run has (engine/options.py, Machine); choose another name.")
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values

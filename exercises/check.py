@@ -40,7 +40,7 @@ def floats(d, n: int, scale: float = 1.0, least: int = -20) -> torch.Tensor:
 VOTES = [6, 3, 3, 2, 1, 1], [7, 5, 2, 1, 1], [7, 7, 1, 1], [8], [5, 4, 3, 3, 1], [2, 1], [4, 4, 4, 2, 1, 1]
 INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the arguments, a dict: by name)
     1: [("Whoever agrees with the most frequent answer gets 1, all others 0, in a float tensor [N].",
-         lambda d: [votes(d, d.randint(2, 5), few=d.choice([1, 4]))]),
+         lambda d: [votes(d, d.choice([5, 6]), few=d.choice([1, 4]))]),
         ("None is no answer: it does not vote, and its reward is 0. Perhaps nobody has answered.",
          lambda d: [votes(d, *d.choice([[], [1], [3]]), none=6) + [None]]),
         ("A tie: of equals the class seen first wins.", lambda d: [votes(d, 2, 2, few=2, none=2)])],
@@ -49,16 +49,21 @@ INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the ar
         ("All rewards are equal, or there is one: all advantages are 0. (A std may be a rounding error.)",
          lambda d: [floats(d, 1).repeat(d.randint(1, 9))]),
         ("Rewards that differ by a millionth: eps, which is an argument, is added to their std.",
-         lambda d: [floats(d, 5, 1e-6), dict(eps=d.choice([1e-6, 1e-5]))])],
+         lambda d: [d.choice([floats(d, 5, 1e-6), 1 + torch.tensor([0, 1, 1, 2]) / 2 ** 18]),
+                    dict(eps=d.choice([1e-6, 1e-5]))])],
     3: [("Positive: share >= 3/8, lead > 1/8 (alone: its share). Negative: share < 1/8 and H_j >= H_bar.",
          lambda d: sure(d, votes(d, *d.choice(VOTES)))),
+        ("If the top answer is no positive label, it may be a negative one.",
+         lambda d: sure(d, votes(d, *[1] * 9, few=1))),
         ("None counts in N, and its entropy in H_bar, but it is no answer.",
-         lambda d: sure(d, votes(d, *d.choice([[], [5, 1, 1]]), few=2, none=9) + [None])),
+         lambda d: sure(d, votes(d, *d.choice([[], [5, 1, 1], [7, 5]]), few=2, none=9) + [None])),
+        ("An answer that is alone leads by its share.",
+         lambda d: sure(d, votes(d, 2, none=9), tau_pos=0.1, tau_marg=0.3)),
         ("The thresholds are arguments. The positive label is never a negative one.",
          lambda d: sure(d, votes(d, *d.choice(VOTES)), tau_pos=d.randint(0, 8) / 16,
                         tau_marg=d.randint(0, 4) / 16, tau_neg=d.randint(1, 8) / 16))],
     4: [("One label after the other: advantages, both their parts, times the weight.",
-         lambda d: [votes(d, d.randint(2, 4), few=4), 2]),
+         lambda d: [votes(d, d.randint(3, 5), few=4)]),
         ("None is no label, but counts in n; its reward is 0 under every label.",
          lambda d: [votes(d, 3, few=3) + [None] * d.randint(1, 6)]),
         ("The majority has fewer than kappa votes (perhaps nobody has answered): A+ is 0, A- is -delta.",
@@ -66,7 +71,8 @@ INPUTS = {  # kinds of inputs, ordinary ones first: (what is right there, the ar
         ("kappa, delta and sigma are arguments.", lambda d: [
             votes(d, 2, few=5), d.randint(1, 5), d.choice([0.5, 2.0]), d.choice([0.3, 2.0])])],
     5: [("The factor is 1 + (avg H - H_i) / avg H, clipped to 1 - alpha .. 1 + beta.", lambda d: [
-            floats(d, 5), floats(d, 5, .01, 0), d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
+            floats(d, n := d.randint(2, 6)), floats(d, n, d.choice([.01, 1e-5]), 0),
+            d.choice([{}, dict(alpha=d.random(), beta=d.random())])]),
         ("All entropies are 0: the advantages stay.", lambda d: [floats(d, 3), torch.zeros(3)])],
     6: [("The value is exp(d) - d - 1 with d = log pi_ref - log pi, its gradient 1 - exp(d), at each token.",
          lambda d: [floats(d, 4, 9) - 18, floats(d, 4, 9) - 18])]}

@@ -53,6 +53,7 @@ CHANGES = {
     2: """len(rewards) < 2 or => len(rewards) < 3 or
         len(rewards) < 2 or => len(rewards) > 1 and
         (rewards == rewards[0]).all() => rewards.std() == 0
+        (rewards == rewards[0]).all() => torch.allclose(rewards, rewards[0])
         rewards.std() => rewards.std(unbiased=False)
         + eps) => + 1e-6)
         (rewards.std() + eps) => rewards.std()
@@ -63,8 +64,10 @@ CHANGES = {
     3: """if c is not None} => }
         if c != top) => if count < counts[top])
         >= tau_pos => >= 0.375
+        > tau_marg => > tau_marg * (len(counts) > 1)
         / n < tau_neg => / n < 0.125
         if c != positive and => if
+        / n > tau_marg => / sum(counts.values()) > tau_marg
         > tau_marg => >= tau_marg
         n, top = len(classes) => n, top = sum(c is not None for c in classes)
         mean(map(float, entropies)) => mean([h for c, h in zip(classes, entropies) if c is not None] or [0])
@@ -81,6 +84,7 @@ CHANGES = {
         .clamp(1 - alpha, 1 + beta) => .clamp(0.8, 1.2)
         .clamp(1 - alpha, 1 + beta) => .clamp(min=1 - alpha)
         average == 0 => average < 1e-2
+        average == 0 => average < 1e-4
         .clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)
         average == 0 => average < 0
         entropies.mean() => entropies[advantages > 0].mean()""",
@@ -100,6 +104,15 @@ def test_a_wrong_answer_is_refused_with_its_input(number, answer, capsys):
     said = capsys.readouterr().out
     assert f"is wrong for {EXERCISES[number].split('.')[1]}(" in said
     assert said.splitlines()[-1] in [hint for hint, _ in INPUTS[number]]
+
+
+@pytest.mark.parametrize("number, change, hint", [
+    (1, "common.majority(classes) => common.majority(classes[::-1])", "A tie"),
+    (3, "c != positive and => c != top and", "If the top answer is no positive label"),
+    (4, "< kappa => < 3", "kappa, delta and sigma are arguments")])
+def test_a_hint_is_of_the_mistake(number, change, hint, capsys):
+    assert not check(number, solution(number, change))
+    assert capsys.readouterr().out.splitlines()[-1].startswith(hint)
 
 
 @pytest.mark.parametrize("number, answer", [*RIGHT, *[(number, solution(number)) for number in EXERCISES]])

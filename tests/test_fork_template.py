@@ -12,8 +12,15 @@ import common
 from engine.log import Log
 
 fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
-# Eight problems, so each comes up in every step. Give your own flags, too, with values that are no defaults.
-SHORT = dict(votes=8, train_samples=8, prompts_per_batch=8, steps=3, checkpoint_every=1, max_new_tokens=96)
+# Four of eight problems in a step, so each comes up again; a later step may depend on the first two, which
+# another run resumes. Give your own flags, too, with values that are no defaults.
+SHORT = dict(votes=8, train_samples=8, prompts_per_batch=4, steps=5, checkpoint_every=1, keep=5,
+             max_new_tokens=96)
+
+
+def expected_problems(step, earlier):
+    """The numbers of the problems that vote in a step, 0 to 7; here they come in the data's order."""
+    return common.next_prompts(SimpleNamespace(prompts_per_batch=4, seed=1), range(8), step)
 
 
 def expected(vote, others, earlier):
@@ -30,7 +37,7 @@ def expected_others(others, votes):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Three steps on the toy: their votes, what they trained, and how much likelier the update made it."""
+    """Five steps on the toy: their votes, what they trained, and how much likelier the update made it."""
     folder, steps, keep, log_step = tmp_path_factory.mktemp("fork"), [], common.save_when_due, Log.step
     (folder / "few.jsonl").write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:8]))
 
@@ -53,9 +60,10 @@ def run(tmp_path_factory):
     return SimpleNamespace(folder=folder, options=options, steps=steps)
 
 
-def test_all_that_is_trained_has_the_formulas_advantage(run):
+def test_the_chosen_problems_vote_and_all_that_is_trained_has_the_formulas_advantage(run):
     earlier = []
-    for step in run.steps:
+    for number, step in enumerate(run.steps, 1):
+        assert [vote.prompt.id for vote in step.votes] == expected_problems(number, earlier)
         voted = {response for vote in step.votes for response in vote.responses}
         others = [response for response in step.trained if response not in voted]
         for vote in step.votes:

@@ -1,6 +1,7 @@
 """What forks hang on to: masks, another task, state, own sampling, and
 the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ import evaluate
 import ttrl
 from common import Problem
 from engine.log import Log
+from engine.options import parse
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
@@ -139,6 +141,8 @@ def tensor_in_state(args, **task):
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, but are"),
+    (ttrl, "majority_reward", lambda classes: [1.0] * len(classes), "rewards must be a tensor .* are .1.0"),
+    (common, "majority", lambda classes: "42", "label and negatives must be classes, .* are .'42'"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
     (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
@@ -159,6 +163,12 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
     monkeypatch.setattr(module, name, function)
     with pytest.raises((ValueError, TypeError), match=sentence):
         run_toy(ttrl, tmp_path / "run", **SMALL | TINY)
+
+
+def test_an_options_name_that_every_run_has_is_refused():
+    args = dataclasses.make_dataclass("Args", [("keep", float, 0.9)], bases=(common.Args,))
+    with pytest.raises(common.UserError, match="^Args has the option 'keep', but that is the name of"):
+        parse(args)
 
 
 def test_a_forks_bug_shows_its_traceback(tmp_path):

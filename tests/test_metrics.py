@@ -5,6 +5,7 @@ evaluate.py: a checkpoint as well as a final model, and the presets."""
 import itertools
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 from unittest import mock
@@ -12,14 +13,16 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, run_toy
+from huggingface_hub import ModelCard
 
 import common
 import evaluate
+import restrain
 import ttrl
 from common import Problem, Rollout, majority
-from engine.base import UserError
+from engine.base import UserError, read_run
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
-from engine.log import sample_record
+from engine.log import model_card, sample_record
 
 
 def rollout(answer, length=1, finished=True, text=""):
@@ -214,7 +217,45 @@ def test_a_sample_record_by_hand():
     assert sample_record(4, group({}, negatives={2, 1}))["negatives"] == [1, 2]
 
 
+# ------------------------------------------------ the model card ------------------------------------------
+def test_the_final_model_tells_how_it_was_made(tmp_path):
+    run_toy(restrain, tmp_path / "run", steps=1, eval="toy_test", eval_samples=2, eval_greedy=True)
+    card = ModelCard.load(tmp_path / "run/final/README.md")  # raises if the metadata are no YAML
+    assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the Hub has no toy
+    assert "--steps 1 " in card.text and "--kappa 2" in card.text and str(tmp_path) not in card.text
+    for name in ("greedy", "pass@1", "maj@2"):
+        assert re.search(rf"toy_test/{name} +0\.\d+ +0\.\d+\n", card.text)
+    options = read_run(tmp_path / "run")["args"] | dict(model="Qwen/Qwen3-4B", dataset=str(tmp_path))
+    card = ModelCard(model_card(options, {}, []))
+    assert card.data.base_model == "Qwen/Qwen3-4B"
+    assert f"Data: {tmp_path.name}. Labels: majority." in card.text
+
+
 # -------------------------------------------------- evaluate.py -------------------------------------------
+def test_the_results_of_a_benchmark_stay_if_a_later_one_fails(tmp_path, monkeypatch):
+    def graded(run, name, problems):
+        assert name == "toy"
+        return [(grade(Problem("p", "1"), [rollout("1")]), [])]
+
+    monkeypatch.setattr(common, "evaluate_benchmark", graded)
+    with pytest.raises(AssertionError):
+        evaluate.main(evaluate.Args(**evaluate.TOY, out=str(tmp_path / "out")))
+    assert json.loads((tmp_path / "out/results.json").read_text())["results"]["toy"]["pass@1"] == 1
+
+
+def test_without_a_network_the_remedy_is_said(launch, monkeypatch):
+    monkeypatch.setattr("engine.models.is_offline_mode", lambda: False)
+    monkeypatch.setattr("engine.models.ENDPOINT", "http://127.0.0.1:9")
+    code, _, error = launch("evaluate", model="owner/name")
+    assert code == 2 and "without a network HF_HUB_OFFLINE=1 takes what its cache holds" in error
+
+
+def test_a_grader_that_is_not_installed_is_said(launch, monkeypatch):
+    monkeypatch.setattr("evaluate.util.find_spec", lambda name: None)
+    code, _, error = launch("evaluate", grader="math_verify")
+    assert code == 2 and error.endswith("which needs another package: pip install math-verify.\n")
+
+
 def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
     """pass@1 and every response, of the last step's checkpoint and of final/, not of the start model."""
     run = tmp_path / "run"  # with a learning rate that changes what the model says

@@ -178,6 +178,8 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders
+    ("ttrl", dict(model="./nowhere"), "--model is './nowhere', but there is no such folder."),
+    ("evaluate", dict(model="runs/demo/finl"), "--model is 'runs/demo/finl', but there is no such fold"),
     ("ttrl", dict(model="nowhere"), "--model is 'nowhere', but no model can be read from a folder or the "),
     ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", dict(embedder="nowhere"), "--embedder is 'nowhere', but must be words, or a Hub id, "),

@@ -3,6 +3,7 @@
     python -m tools.report runs/NAME             # writes runs/NAME/report.html
     python -m tools.report runs/A runs/B         # their votes side by side, in runs/A/report.html
     python -m tools.report runs/EVALUATION       # the responses of evaluate.py --save_generations
+    python -m tools.report runs/demo -o docs/report.html --table docs/teach.md    # the pages' numbers, too
 
 The page needs no network. At its address, #20 shows step 20, #20-3 problem 3 at step 20. Whatever a response
 holds stays text: the page's script builds its elements from data and never from HTML.
@@ -21,8 +22,7 @@ from pathlib import Path
 from engine.base import UserError
 from engine.log import has_evaluation, read_jsonl, read_metrics
 
-OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
-    skipped_updates""".split()
+OPTIMIZER = "loss kl grad_norm clip_fraction logp_diff_max prompt_weight lr skipped_updates".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
 HIDDEN = """step logp_diff_mean logp_nan truncated answered batch_pass@1 entropy_right entropy_wrong
     positive_advantage negative_coverage fork_position filtered no_question unanimous unique_answers
@@ -32,6 +32,7 @@ OPTIONS = "model dataset votes train_samples lr temperature seed".split()
 OF_EVALUATION = "model eval_samples eval_temperature eval_top_p max_new_tokens seed".split()
 TEMPLATE = Path(__file__).parent / "templates/report.html"
 METRICS = Path(__file__).parent.parent / "docs/metrics.md"
+MARK = "<!-- this table is written by tools.report -->\n"
 STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
     "gold": ("#000000", "-"),
     "ttrl": ("#0072B2", "-"),
@@ -159,6 +160,18 @@ def panels(lines: list[list[dict]]) -> dict[str, dict]:
     return {kind: drawn for kind, drawn in found.items() if drawn}
 
 
+def summary(curves: dict[str, dict]) -> str:
+    """Markdown: the first run's evaluations, first and last; some metrics of step 1 and of the last five."""
+    rows = ["| | start | end |", "|---|---|---|"]
+    for name, (curve, *_) in (curves.get("Accuracy", {}) | curves.get("Learning", {})).items():
+        values, scored = [*curve.values()], name.startswith("eval/")
+        if values and (scored or name in ("length", "reward", "majority_accuracy", "distinct_answers")):
+            last = values[-1:] if scored else values[-5:]
+            title = name[5:].replace("/", " ") if scored else f"{name.replace('_', ' ')}: step 1, last five"
+            rows.append(f"| {title} | {values[0]:.2f} | {sum(last) / len(last):.2f} |")
+    return "\n".join(rows) + "\n" if rows[2:] else ""
+
+
 def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
 
@@ -181,7 +194,9 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
             others.append(line)
     names = OF_EVALUATION if "results" in about else OPTIONS
     options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
-    return dict(name=folder.resolve().name, method=method_of(folder), about=", ".join(options),
+    script = folder / "script.py"  # as it ran; its first line names the paper
+    paper = script.read_text(encoding="utf-8").partition("\n")[0].strip('"') if script.exists() else ""
+    return dict(name=folder.resolve().name, method=method_of(folder), paper=paper, about=", ".join(options),
                 results=about.get("results", {}), votes=votes, kept=kept, others=others,
                 told=told(lines, fates(votes), args.get("dataset", "")),
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))
@@ -224,11 +239,14 @@ def page_data(folders: list[Path]) -> dict:
                 explained=explained([name for drawn in curves.values() for name in drawn]))
 
 
-def write_report(folders: list[Path], out: Path) -> None:
-    """Write the page of these runs. Raises UserError if one is no run, OSError if `out` cannot be written."""
-    data = json.dumps(page_data(folders), ensure_ascii=False)
-    page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", data.replace("<", "\\u003c"))
+def write_report(folders: list[Path], out: Path) -> str:
+    """Write the page of these runs; returns its summary. Raises UserError if one is no run, OSError if `out`
+    cannot be written."""
+    data = page_data(folders)
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", text)
     out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
+    return summary(data["curves"])
 
 
 def main() -> None:
@@ -236,13 +254,18 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=shape)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs or evaluations")
     parser.add_argument("-o", "--out", type=Path, help="default: report.html in the first run's folder")
+    parser.add_argument("--table", type=Path, help="page whose marked table becomes the printed one")
     options = parser.parse_args()
     out = options.out or options.runs[0] / "report.html"
     try:
-        write_report(options.runs, out)
+        table = write_report(options.runs, out)
+        if options.table:
+            page = options.table.read_text(encoding="utf-8")
+            page = re.sub(rf"({MARK})(\|.*\n)+", lambda old: old[1] + table, page)
+            options.table.write_text(page, encoding="utf-8")
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
-    print(out)
+    print(f"{table}{out}")
 
 
 if __name__ == "__main__":

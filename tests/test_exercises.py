@@ -1,6 +1,6 @@
 """exercises.check: right answers pass, wrong ones are refused with the input on which they fail.
 
-And what the lab's environment, requirements-lab.txt, does without."""
+And what the lab's environment, requirements/lab.txt, does without."""
 
 import subprocess
 import sys

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPTS, SMALL, run_toy
 from docs.pictures import PICTURES, main
-from docs.site_hooks import functions, line_of
+from docs.site.hooks import functions, line_of
 
 import common
 import ttrl

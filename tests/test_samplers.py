@@ -40,7 +40,7 @@ def sampler(request):
     if request.param == "hf":
         return HFSampler(TOY, STOP, CPU, torch.float32)
     if not has_vllm():
-        pytest.fail("vLLM does not import; install requirements-cpu.txt")
+        pytest.fail("vLLM does not import; install requirements/cpu.txt")
     return VLLMSampler(TOY, STOP, CPU, torch.float32, 1, Machine(), 448)
 
 

@@ -20,10 +20,9 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, all_gather as all_gather, print0, rank_and_ranks, split_requests
-from engine.base import gather_shares, share_of_rank, stable_hash, stop_texts, timed, timed_loop as timed_loop
+from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY  # "as": for scripts
-from engine.checkpoint import Run, restore as restore, save_when_due as save_when_due, steps_done
+from engine.checkpoint import steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
@@ -31,6 +30,9 @@ from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNeg
 from engine.options import Positive, PositiveShare, Share, bad_flags, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, launch as launch, start_processes
+from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
+from engine.ranks import split_requests
+from engine.run import Run, restore as restore, save_when_due as save_when_due
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -45,6 +47,11 @@ class Problem:
     also_right: list[str] = field(default_factory=list)  # other gold answers
     row: dict = field(default_factory=dict, repr=False)  # the data set's, for methods that need other columns
     answer_keys: Callable | None = None  # n answers -> n keys, equal for equal answers; None: mathematics
+
+    @property
+    def text(self) -> str:
+        """All that is asked, which tells two problems apart: a chat's earlier turns, then the question."""
+        return "\n\n".join([*(f"{role}: {text}" for role, text in self.before), self.question])
 
     def classes(self, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
@@ -154,7 +161,7 @@ class Args:
     eval_greedy: bool = False
     """Greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
-    LEAST_TRAINED = 2  # one trained response alone has the advantage 0
+    MIN_TRAIN_SAMPLES = 2  # one response has nothing to be compared with
 
     def errors(self) -> list[str]:
         """One sentence per bad flag (flag, value, what is allowed), all found before anything is loaded."""
@@ -228,6 +235,7 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
     made it longer). stop: texts, or special tokens, that end a response (kept at its end). Raises ValueError
     if a prompt.id was sampled in this step already: it would get the same responses again."""
     args, work, stop = run.args, [], stop_texts(stop)
+    run.sampled = {(k, number) for k, number in run.sampled if k == step}
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
         if (step, prompt.id) in run.sampled:
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")

@@ -24,10 +24,12 @@ import tyro
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, print0, rank_and_ranks, read_run, write_atomically
+from engine.base import UserError, write_atomically
 from engine.builtin import SMOLLM2
 from engine.metrics import few_answers, mean, summary
 from engine.options import Shared, make_args, out_of_range
+from engine.ranks import print0, rank_and_ranks
+from engine.run_folder import read_run
 from engine.samplers import VLLMSampler, check_vllm
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
@@ -190,7 +192,7 @@ def save_generations(log, name: str, problems: list, graded: list) -> None:
     for problem, (verdicts, responses) in zip(problems, graded):
         for response, correct, c in zip(responses, verdicts["correct"], verdicts["classes"]):
             log.append("generations.jsonl", dict(
-                benchmark=name, problem=problem.question, gold=problem.answer, response=response.text,
+                benchmark=name, problem=problem.text, gold=problem.answer, response=response.text,
                 answer=response.answer, answer_class=c, correct=correct, finished=response.finished))
 
 

@@ -44,7 +44,8 @@ from typing import Literal
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout, Share
-from engine.base import UserError, first_line, gather_shares, share_of_rank, timed
+from engine.base import UserError, first_line, timed
+from engine.ranks import gather_shares, share_of_rank
 from transformers.utils import cached_file
 
 
@@ -251,8 +252,9 @@ def spoken(response: Rollout) -> str:
 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    # a wrong one shows before any weights are loaded; --plan does without
-    embedder = Embedder(args.embedder) if args.novelty and not args.machine.plan else None
+    # a wrong one shows before any weights are loaded; what only prints does without
+    prints = args.machine.plan or args.machine.show_prompt
+    embedder = Embedder(args.embedder) if args.novelty and not prints else None
     run = common.start(args)  # refuses bad input, then loads models, data and log
     policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),

@@ -68,7 +68,7 @@ class Args(common.Args):
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
-    LEAST_TRAINED = 1  # the advantages compare all that vote, not those that are trained
+    MIN_TRAIN_SAMPLES = 1  # the advantages compare all that vote, not those that are trained
 
     def errors(self):
         if self.kappa > self.votes:

@@ -31,7 +31,7 @@ def few_answers(responses: list) -> str:
         return ""
     answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
     return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
-            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small ones need "
+            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small models need "
             "worked examples, as in examples/prompts/few_shot.txt, long responses a larger --max_new_tokens. "
             f"One ends: {examples[0].text[-200:]!r}")
 
@@ -100,9 +100,10 @@ def step_metrics(groups: list[dict]) -> dict[str, float]:
     for name in names:
         metrics[name] = mean(row[name] for row in rows if name in row)
     responses = [r for group in groups for r in group["responses"]]  # ETTRL's groups are not all of one size
-    metrics["length"] = mean(r.length for r in responses)
-    metrics["answered"] = mean(r.answer is not None for r in responses)
-    metrics["truncated"] = mean(not r.finished for r in responses)
+    if responses:  # else Dynamic RL found no question: a 0 would be a false point of these curves
+        metrics["length"] = mean(r.length for r in responses)
+        metrics["answered"] = mean(r.answer is not None for r in responses)
+        metrics["truncated"] = mean(not r.finished for r in responses)
     return metrics
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 from importlib import util
 from pathlib import Path
@@ -14,8 +13,10 @@ import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 
-from engine.base import UserError, print0, rank_and_ranks, read_run, script_name
+from engine.base import UserError
 from engine.builtin import SMOLLM2, TOY
+from engine.ranks import print0, rank_and_ranks
+from engine.run_folder import read_run, script_name
 
 # ------------------------------------------------------- ranges ---------------------------------------------
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -77,7 +78,7 @@ class Machine(Shared):
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
-    """Evaluate the initial model."""
+    """Evaluation of the base model, before the first step."""
     resume: bool = False
     """Continue from the newest checkpoint in --out (any number of ranks)."""
     checkpoint_every: CountOrZero = 20
@@ -134,19 +135,17 @@ def bad_flags(args) -> list[str]:
     if bad := out_of_range(args):
         return bad
     machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
-    responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
-    sequences, vllm, here = args.prompts_per_batch * args.train_samples, machine.uses_vllm, not machine.plan
-    cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
-    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
-    if not torch.version.cuda:
-        cause = "it has no CUDA; install requirements.txt into an environment of its own"
+    responses, parallel, vllm = args.responses_per_prompt(), machine.tensor_parallel, machine.uses_vllm
+    sequences = args.prompts_per_batch * args.train_samples
+    here, cuda = not machine.plan, torch.cuda.is_available()  # a plan may be of another machine
+    driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
+    on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
     table = [  # (what is wrong, sentence)
         (responses < 2,
          f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),
-        (responses >= 2 and not least <= args.train_samples <= responses,
-         f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
-         "the responses per prompt."),
+        (responses >= 2 and not args.MIN_TRAIN_SAMPLES <= args.train_samples <= responses,
+         f"--train_samples is {args.train_samples}, but must be at least {args.MIN_TRAIN_SAMPLES} and at "
+         f"most {responses}, the responses per prompt."),
         (args.num_minibatches > sequences,
          f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
          "responses of a batch (prompts_per_batch x train_samples)."),
@@ -158,14 +157,9 @@ def bad_flags(args) -> list[str]:
          f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
         (here and vllm and not has_vllm(),
          "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
-        (machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")),
-         "--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out."),
-        (vllm and any(0 < value < 0.01 for value in (args.temperature, args.eval_temperature)),
-         f"--temperature is {args.temperature}, --eval_temperature (evaluate.py: --temperature) is "
-         f"{args.eval_temperature}, but vLLM raises less than 0.01 to that; give more or --sampler hf."),
-        (here and wanted and not (cuda or hidden),
-         f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
-         "(empty)."),
+        (here and driver and not (cuda or on_cpu),
+         f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
+         "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),
         (here and machine.offload != "none" and not cuda,
          f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
     return [sentence for wrong, sentence in table if wrong]
@@ -176,9 +170,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
-    signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):

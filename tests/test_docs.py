@@ -147,11 +147,6 @@ def test_commands_parse_and_their_batches_are_right(page, capsys, monkeypatch):
             assert batches(run.args) == (row.batches or run.args.steps) > 0, row.where
 
 
-@each_recipe
-def test_a_recipe_has_the_commands_that_its_methods_page_counts(page):
-    assert f"[**{len(commands_of(page)[1])} commands**]" in (ROOT / f"docs/{page.name}").read_text()
-
-
 SETTINGS = "eval_samples eval_temperature eval_top_p eval_top_k max_new_tokens prompt".split()
 
 

@@ -152,8 +152,6 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ttrl", dict(votes=0), f"--votes is 0, {RANGE}greater than or equal to 1."),
     ("ttrl", dict(temperature=0), f"--temperature is 0.0, {RANGE}greater than 0."),
     ("ttrl", dict(lr="nan"), f"--lr is nan, {RANGE}"),
-    ("ttrl", dict(sampler="vllm", temperature=0.005), "--temperature is 0.005, --eval_temperature (evaluate"),
-    ("evaluate", dict(sampler="vllm", temperature=0.005), "--temperature is 1.0, --eval_temperature (evalua"),
     ("scrl", dict(tau_pos=2), f"--tau_pos is 2.0, {RANGE}less than or equal to 1."),
     ("evaluate", dict(samples=0), f"--samples is 0, {RANGE}greater than or equal to 1."),
     # options that do not go together
@@ -171,8 +169,6 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ttrl", dict(gpu_gib=40), "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
     ("ttrl", dict(offload="optimizer"), "--offload is 'optimizer', but there is no GPU here to take "),
     # the environment's variables of ranks
-    ("ttrl", dict(RANK="first"), "the environment variable RANK is 'first', but must be a whole number or "),
-    ("ttrl", dict(WORLD_SIZE="two"), "the environment variable WORLD_SIZE is 'two', but must be a whole "),
     ("ttrl", dict(WORLD_SIZE="8", sampler="vllm", tensor_parallel=3), "--tensor_parallel is 3, but must div"),
     ("ttrl", dict(WORLD_SIZE="2", sampler="hf", tensor_parallel=2), "--tensor_parallel is 2, but only vLLM"),
     ("ttrl", dict(WORLD_SIZE="2", sampler="vllm", tensor_parallel=2),
@@ -185,7 +181,6 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
     ("evaluate", dict(temperature=0, samples=2), "--samples is 2, but at temperature 0 (--preset"),
-    ("ttrl", dict(wandb=True), "--wandb is given, but wandb is not installed here; `pip install wandb` or"),
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
     ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders

@@ -373,17 +373,17 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
 # ----------------------------------------------------- evaluation -------------------------------------------
 def evaluate(run: Run, step: int) -> None:
     """Log the scores of the policy that has made so many steps: the sampler has its weights."""
-    metrics, verdicts = {}, {}
+    metrics, verdicts, greedy = {}, {}, {}
     with run.stop.at_once(step), timed("evaluate"):
         for name, problems in run.benchmarks.items():
             if run.args.eval_greedy:
-                greedy = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
-                metrics[f"eval/{name}/greedy"] = summary(greedy).get("pass@1", math.nan)
+                greedy[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems, greedy=True)]
+                metrics[f"eval/{name}/greedy"] = summary(greedy[name]).get("pass@1", math.nan)
             verdicts[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems)]
             metrics |= {f"eval/{name}/{metric}": value for metric, value in summary(verdicts[name]).items()}
     if len(rates := [value for name, value in metrics.items() if name.endswith("/pass@1")]) > 1:
         metrics["eval/mean/pass@1"] = mean(rates)
-    run.log.evaluation(step, metrics, verdicts)
+    run.log.evaluation(step, metrics, verdicts, greedy)
 
 
 def evaluate_benchmark(run: Run, name: str, problems: list[Problem],

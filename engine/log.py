@@ -154,6 +154,29 @@ class Log(RunFolder):
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
 
+    def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]],
+                   greedy: dict[str, list[dict]]) -> None:
+        """Write a line of metrics.jsonl and one per benchmark of evaluations.jsonl: what came out for each
+        problem, so that intervals over problems can be computed later."""
+        for name, graded in verdicts.items():
+            known = [verdict for verdict in graded if verdict["known"]]
+            row = dict(step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
+                       majority=[v["majority"] for v in known])
+            if name in greedy:
+                row["greedy"] = [int(v["correct"][0]) for v in greedy[name] if v["known"]]
+            self.append("evaluations.jsonl", row)
+        took = seconds.pop("evaluate")
+        self.began += took  # the next step's time is without it
+        self._write(step, metrics | {"seconds/evaluate": took})
+        self.evaluated.add(step)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the policy that has made so many steps is still to be evaluated."""
+        every = self.options["eval_every"]
+        due = step == self.total_steps or every and step % every == 0
+        due = due if step else self.options["eval_start"]
+        return bool(self.benchmarks and due and step not in self.evaluated)
+
     def _judge(self, trained: set) -> None:
         """Add to each vote who was trained, the verdicts by the gold answer, and whether its majority is
         another one than when the problem was last seen (None: it is new)."""
@@ -174,25 +197,6 @@ class Log(RunFolder):
         if advice and not self.warned:
             print0(f"Warning: step {step}: {advice}")
             self.warned = True
-
-    def evaluation(self, step: int, metrics: dict[str, float], verdicts: dict[str, list[dict]]) -> None:
-        """Write a line of metrics.jsonl and one per benchmark of evaluations.jsonl."""
-        for name, graded in verdicts.items():
-            known = [verdict for verdict in graded if verdict["known"]]
-            self.append("evaluations.jsonl", dict(
-                step=step, benchmark=name, right=[mean(v["correct"]) for v in known],
-                majority=[v["majority"] for v in known]))
-        took = seconds.pop("evaluate")
-        self.began += took  # the next step's time is without it
-        self._write(step, metrics | {"seconds/evaluate": took})
-        self.evaluated.add(step)
-
-    def evaluation_is_due(self, step: int) -> bool:
-        """Whether the policy that has made so many steps is still to be evaluated."""
-        every = self.options["eval_every"]
-        due = step == self.total_steps or every and step % every == 0
-        due = due if step else self.options["eval_start"]
-        return bool(self.benchmarks and due and step not in self.evaluated)
 
     def finish(self) -> None:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""

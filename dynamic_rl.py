@@ -108,7 +108,7 @@ class Args(common.Args):
     num_minibatches: common.Count = 1
     """Optimizer steps per batch: one, which has the gradient of Eq. 14 up to the mean over tokens (ours)."""
     kl_coef: common.NonNegative = 0.0
-    """Weight of the KL term, which the paper's objective, Eq. 14, has not."""
+    """Weight of the KL term; the paper's objective (Eq. 14) has none."""
     eval: str = "math500,amc23,aime24,aime25"
     """Benchmarks: MATH500, AMC23, AIME2024, AIME2025 (section 3.1). 'train' needs --dataset."""
     eval_top_k: common.CountOrZero = 20

@@ -1,4 +1,6 @@
-"""Options: allowed ranges, those that no paper sets, the command line."""
+"""Options: their allowed ranges, those that no paper sets, and the command line.
+
+The options that a paper sets are in common.py, a method's own in its script."""
 
 from __future__ import annotations
 
@@ -32,26 +34,26 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # ----------------------------------------------- options that no paper sets --------------------------------
 @dataclasses.dataclass
 class Shared:
-    """The options that evaluate.py has, too."""
+    """Options of the six scripts and of evaluate.py."""
     template_vars: str = ""
-    """Variables of the model's chat template, a JSON object such as '{"enable_thinking": false}'. Where a
-    template writes today's date, 26 July 2024 is put, so that prompts stay the same."""
+    """Variables of the model's chat template, as a JSON object such as '{"enable_thinking": false}'. For
+    today's date a template gets 26 July 2024, so that prompts stay the same."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
     show_prompt: bool = False
-    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
+    """Printing of the exact text of the first problem's prompt, and of z_0 (Dynamic RL), instead of a run."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """Sampling engine. auto: vLLM if it is installed, else transformers (hf), as with --plain."""
     gpu_memory: PositiveShare = 0.5
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
     tensor_parallel: Count = 1
-    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
+    """Number of consecutive ranks that share a vLLM engine, for a model that one GPU cannot hold."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
+    """Compute type; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
+    """Permission to run Python code that comes with the model; only if you trust its author."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
 
@@ -59,16 +61,16 @@ class Shared:
 @dataclasses.dataclass
 class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
-    """Largest difference of a token's sampler and trainer log-probs, above which a float32 run stops; one in
-    bfloat16 stops above 0.1, or 5 times the first step's, on average."""
+    """Largest allowed difference of a token's log-probs in sampler and trainer. A float32 run stops above it;
+    one in bfloat16 stops if the average is above 0.1 and 5 times the first step's."""
     plain: bool = False
-    """The slow and obvious way, with padded rows and full logits, which gives the same step."""
+    """The slow and obvious computation, with padded rows and full logits. It gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     compile: bool = False
     """Fuse the norms, rotary embedding and SwiGLU of the trainer (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
-    """Most tokens of a micro-batch; more of them take more memory and change no result. 0: up to 16384."""
+    """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
     plan: bool = False
@@ -80,16 +82,17 @@ class Machine(Shared):
     eval_start: bool = True
     """Evaluation of the base model, before the first step."""
     resume: bool = False
-    """Continue from the newest checkpoint in --out (any number of ranks)."""
+    """Continuation from the newest checkpoint in --out, on any number of ranks."""
     checkpoint_every: CountOrZero = 20
-    """Steps between checkpoints. One is also written before an evaluation, and after the step on Ctrl-C,
-    SIGTERM, SIGHUP, SIGUSR1 or 2 (torchrun waits for 30 s: see its --shutdown-timeout). 0: only then."""
+    """Steps between checkpoints. One is also written before an evaluation, and after a step in which Ctrl-C,
+    SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came (torchrun waits for 30 s: see its --shutdown-timeout). 0: only
+    after such a signal."""
     keep: Count = 2
     """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
-    """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
+    """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False
-    """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
+    """Curves in Weights & Biases, beside TensorBoard's (needs `pip install wandb`)."""
 
     @property
     def uses_vllm(self) -> bool:

@@ -145,7 +145,7 @@ def test_a_sampler_of_other_weights_stops_the_run(dtype, first, shift, tokens, r
     monkeypatch.setattr(common, "print0", warned.append)
     response.old_logp = response.sampler_logp + shift * (torch.arange(8) < tokens)
     if result == "ends":
-        with pytest.raises(UserError, match=f"does not run the current policy: .* by up to {shift:.2g}, "):
+        with pytest.raises(UserError, match=f"sampler and trainer disagree: .* by up to {shift:.2g}, "):
             common.check_sampler(run, [response])
         return
     found = common.check_sampler(run, [response] if tokens else [])  # []: Dynamic RL, no usable question

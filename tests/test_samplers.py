@@ -202,7 +202,7 @@ def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     assert len(lines) == 2 and max(line["logp_diff_max"] for line in lines) < 1e-4
     sampler.load(make_policy().named_tensors())
     monkeypatch.setattr(sampler, "load", lambda tensors: None)
-    with pytest.raises(UserError, match="the sampler does not run the current policy"):
+    with pytest.raises(UserError, match="sampler and trainer disagree"):
         run_toy(ttrl, tmp_path / "stale", **flags)
     assert len(read_lines(tmp_path / "stale/metrics.jsonl")) == 1
 

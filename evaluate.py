@@ -181,8 +181,8 @@ def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, 
     golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
     correct = []
     for response in responses:
-        found = parse(response.text)
-        correct.append(any(verify(gold, found) for gold in golds))
+        answer = parse(response.text)
+        correct.append(any(verify(gold, answer) for gold in golds))
     first = {c: correct[verdicts["classes"].index(c)] for c in set(verdicts["classes"]) - {None}}
     return verdicts | dict(correct=correct, right={c for c in first if first[c]}), responses
 

@@ -55,7 +55,8 @@ class Args(common.Args):
     """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
-    """Responses that get the upper reward band (0.5 to 1). majority: EVOL-RL. gold: correct responses (ours), for Figure 4's RLVR."""
+    """Responses in the upper reward band (0.5 to 1). majority: the majority's (EVOL-RL). gold: the right
+    ones (ours), for Figure 4's RLVR."""
     novelty: bool = True
     """Novelty reward. Off: '-Novelty Reward' of Table 2, which does not say what replaces it: 1 and 0 as
     TTRL's, for valid responses; needs no embedder."""

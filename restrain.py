@@ -48,7 +48,7 @@ class Args(common.Args):
     """Width sigma of the label weights, 0 to inf (D.2). A narrow optimum: 0.25 costs the paper 8.8 points on
     average, 1 costs 14.0 (Table 8)."""
     kappa: common.CountOrZero = 3
-    """Minimum number of majority votes; with fewer, every response of the prompt is penalised (Eq. 4; D.2). Of
+    """Minimum number of majority votes; with fewer, every response of a prompt is penalised (Eq. 4; D.2). Of
     16 votes, 2 costs 8.5 points and 5 costs 8.0 (Table 10). 0: never (Table 4)."""
     delta: common.NonNegative = 1.0
     """The penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9

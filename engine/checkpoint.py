@@ -33,8 +33,8 @@ def sizes(folder: Path) -> dict[str, int]:
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
     ranks can load them. Not copies: loading into them is loading."""
-    if not optimizer.state:
-        get_optimizer_state_dict(policy.model, optimizer)  # makes the state, and counts that as a step
+    if not optimizer.state:  # AdamW makes its state in the first step, so there is nothing to load into yet
+        get_optimizer_state_dict(policy.model, optimizer)  # by a step at learning rate 0, which counts
         for state in optimizer.state.values():
             state["step"].zero_()
     tensors = {}
@@ -60,7 +60,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
-        for name, tensor in tensors.items():  # a file, put together in host memory, takes 256 MiB
+        # torch puts a file together in host memory before it writes it, so a file gets 256 MiB a rank
+        for name, tensor in tensors.items():
             files[name] = 1 + (size // rank_and_ranks()[1] >> 28)
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
@@ -69,13 +70,13 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     def publish() -> None:
         files = sizes(partial)
-        if unseen := sorted(written - files.keys()):
+        if unseen := sorted(written - files.keys()):  # each node has written to a disk of its own
             raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
                           "file system that all nodes share")
         state = dict(step=step, files=files, script=script or {})
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        partial.rename(final)  # from here on it counts
         for folder in complete(run_folder)[keep:]:
             shutil.rmtree(folder)
 
@@ -108,12 +109,13 @@ def read_state(folder: Path) -> dict:
         state = json.loads((folder / "state.json").read_text())
         if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
             raise ValueError("its files are not those that were written")
-        HuggingFaceStorageReader(str(folder)).read_metadata()
+        HuggingFaceStorageReader(str(folder)).read_metadata()  # reads the headers alone: seconds, not minutes
         return state
     except Exception as error:
         raise UserError(damaged(folder, f"{type(error).__name__} {first_line(error)}")) from None
 
 
+# The user deletes it, not we: whoever copied half a checkpoint may still have the other half.
 def damaged(folder: Path, reason: str) -> str:
     return f"--resume: {folder} is damaged ({reason}); delete this folder, and the one before it is used."
 

@@ -58,7 +58,9 @@ class Log(RunFolder):
     def begin(self, total_steps: int, benchmarks: dict) -> None:
         """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
         self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
-        done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
+        # a killed run has written lines of steps that no checkpoint holds; a run that begins anew evaluates
+        # step 0 again
+        done = range(steps_done + 1) if steps_done else ()
         self.history = self.keep_lines("metrics.jsonl", done)
         self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}  # steps
         self.keep_lines("evaluations.jsonl", self.evaluated)
@@ -73,6 +75,7 @@ class Log(RunFolder):
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
+        # JSON knows neither NaN nor infinity
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.history.append(dict(step=step, **metrics))
         self.append("metrics.jsonl", self.history[-1])
@@ -166,7 +169,7 @@ class Log(RunFolder):
                 row["greedy"] = [int(v["correct"][0]) for v in greedy[name] if v["known"]]
             self.append("evaluations.jsonl", row)
         took = seconds.pop("evaluate")
-        self.began += took  # the next step's time is without it
+        self.began += took  # an evaluation lies in the middle of a step, but is none of its time
         self._write(step, metrics | {"seconds/evaluate": took})
         self.evaluated.add(step)
 
@@ -188,7 +191,7 @@ class Log(RunFolder):
             if prompt.text in self.majorities:
                 pair = [self.majorities[prompt.text], group["verdicts"]["answer"]]
                 group["flipped"] = len(set(prompt.classes(pair))) > 1
-        for group in self.groups:
+        for group in self.groups:  # only now: a fork may ask the same problem twice in a step
             self.majorities[group["prompt"].text] = group["verdicts"]["answer"]
 
     def _warn_of_few_answers(self, step: int) -> None:
@@ -227,7 +230,7 @@ def vote_record(group: dict) -> dict:
     classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()
     right = [c in verdicts["right"] for c, _ in ranked]
-    if label:  # it names the script's own classes
+    if label:  # it names the script's own classes, which are others than ours with --labels gold
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
         kind = "given" if not verdicts["known"] else "right" if taken in verdicts["right"] else "wrong"
     return dict(problem=prompt.text, answer=prompt.answer, n=len(classes),

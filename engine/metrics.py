@@ -58,8 +58,9 @@ def grade(problem, responses: list) -> dict:
     """Verdicts of one problem's responses against its gold answer; gold: its class, right: the classes that
     are. answer: the most frequent, as it was first written (None: no response has one); majority: whether it
     is right."""
-    found = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
-    classes, golds = found[:len(responses)], found[len(responses):]
+    # gold answers are classed together with the responses', so that one equality holds for both
+    together = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
+    classes, golds = together[:len(responses)], together[len(responses):]
     winner, right = majority(classes), set(golds) & set(classes) - {None}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
                 gold=golds[0], right=right, majority=winner in right,

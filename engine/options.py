@@ -102,7 +102,8 @@ class Machine(Shared):
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
+    """Whether vLLM is installed."""
+    # it is not imported: a broken install shows its traceback, and is not replaced by --sampler hf in silence
     return util.find_spec("vllm") is not None
 
 
@@ -173,20 +174,21 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
-    args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
+    # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
+    args = tyro.cli(args_class, description=description)
     if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):
         args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        given = options_dict(args)
-        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if given[name] == value)
+        chosen = options_dict(args)
+        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if chosen[name] == value)
         print0(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
 
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
-    """What replaces the paper's values for a model; for all but the built-in ones nothing."""
+    """What replaces the paper's values for a built-in model; for all others nothing."""
     return {"": toy, "toy": toy, "smollm2": toy | smollm2}.get(model, {})
 
 
@@ -195,7 +197,7 @@ SCHEDULE = ("lr", "warmup", "steps", "epochs")
 
 
 def parse_resumed(args_class: type, args, description: str):
-    """The arguments of the run in --out. What is given beside them wins and is printed."""
+    """The arguments of the run in --out. A flag of the command line wins over them, and is printed."""
     if not args.machine.out:
         raise UserError("--resume needs --out, the folder of the run to continue.")
     run = read_run(Path(args.machine.out))
@@ -203,13 +205,13 @@ def parse_resumed(args_class: type, args, description: str):
         raise UserError(f"--resume: {args.machine.out} is a run of {run['script']}.py.")
     # options that the script no longer has are dropped, new ones have their defaults
     names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
-    known = {name: value for name, value in run["args"].items() if name in names}
-    known["trust_remote_code"] = False  # never taken from a folder
-    if bad := out_of_range(make_args(args_class, known)):
+    recorded = {name: value for name, value in run["args"].items() if name in names}
+    recorded["trust_remote_code"] = False  # else a stranger's folder would run a stranger's code
+    if bad := out_of_range(make_args(args_class, recorded)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = tyro.cli(args_class, default=make_args(args_class, known), description=description)
+    args = tyro.cli(args_class, default=make_args(args_class, recorded), description=description)
     for name, value in options_dict(args).items():
-        was = known.get(name, "not in run.json")
+        was = recorded.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
         if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number

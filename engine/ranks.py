@@ -18,12 +18,14 @@ from engine.base import UserError, first_line
 
 
 def distributed() -> bool:
-    """Whether this process is one of torchrun's ranks. (Without ranks, vLLM opens a process group, too.)"""
+    """Whether this process is one of torchrun's ranks, and these have met."""
+    # vLLM opens a process group of its own, also where there are no ranks
     return dist.is_initialized() and bool(os.environ.get("RANK"))
 
 
 def from_torchrun(name: str, default: int) -> int:
-    """A number that torchrun puts into the environment. Some launchers leave it empty: then it is not set."""
+    """A number that torchrun puts into the environment."""
+    # some launchers set it to an empty text, which means that it is not set
     return int(os.environ.get(name) or default)
 
 
@@ -36,7 +38,7 @@ def print0(text: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if rank_and_ranks()[0] == 0:
         tqdm.write(text)
-        sys.stdout.flush()
+        sys.stdout.flush()  # a log file shows it now, not after another 8 kB
 
 
 def all_gather(item) -> list:
@@ -51,13 +53,15 @@ def all_gather(item) -> list:
 def on_all_ranks(work, sentence=str) -> list:
     """What work() returns on every rank. If it fails on one, all raise UserError: with the text of its own,
     or with sentence(kind and first line of another error)."""
+    # A rank that raised alone would leave the others waiting for it in their next collective, for hours. So
+    # each tells the others how it went before any of them raises.
     result, error = None, None
     try:
         result = work()
     except UserError as e:
         error = str(e)
     except (Exception, CheckpointException) as e:
-        if isinstance(e, CheckpointException):  # of any rank
+        if isinstance(e, CheckpointException):  # it holds the errors of all ranks that failed
             e = next(iter(e.failures.values()))[0]
         error = sentence(f"{type(e).__name__} {first_line(e)}")
     results = all_gather((result, error))
@@ -83,6 +87,7 @@ def same_on_all_ranks(mine: dict) -> None:
 
 def share_of_rank(items: list, per_engine: int = 1) -> list:
     """Every n-th of the items, for n engines. per_engine: so many consecutive ranks get the same share."""
+    # every n-th and not the n-th part: in a data set long problems may stand together
     rank, ranks = rank_and_ranks()
     return items[rank // per_engine::ranks // per_engine]
 
@@ -104,7 +109,7 @@ def split_requests(work: list[tuple], n: int, engines: int) -> tuple[list[tuple]
     parts, requests = 1, []
     if len(work) < engines:
         parts = min(n, engines // math.gcd(engines, len(work)))
-    ends = [n * k // parts for k in range(parts + 1)]
+    ends = [n * k // parts for k in range(parts + 1)]  # sample i keeps its seed, whichever engine draws it
     for prompt, request in work:
         for begin, end in zip(ends, ends[1:]):
             requests.append((prompt, replace(request, n=end - begin, seed=request.seed + begin)))

@@ -55,7 +55,7 @@ def restore(run, optimizer) -> int:
     else:
         print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
                f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
-    run.stop.listen()
+    run.stop.listen()  # only now: a signal before the first step has nothing to save, and ends the process
     run.log.begin(run.total_steps, run.benchmarks)
     return done
 

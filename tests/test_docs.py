@@ -32,28 +32,28 @@ each_recipe = pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.ste
 # ------------------------------------------- commands of the pages -----------------------------------------
 def tables(text: str) -> list[list[list[str]]]:
     """The tables of a page: rows of cells, the header first."""
-    found = []
+    blocks_of_rows = []
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         lines = [line for line in block.splitlines() if not line.startswith("|---")]
-        found.append([re.split(r" *\| *", line.strip("|").strip()) for line in lines])
-    return found
+        blocks_of_rows.append([re.split(r" *\| *", line.strip("|").strip()) for line in lines])
+    return blocks_of_rows
 
 
 def expand(text: str, variables: dict[str, list]) -> list[tuple[str, int | None]]:
     """(text with shell variables replaced, the batches that the last of them states), one of each choice."""
-    found = [("", None)]
+    texts = [("", None)]
     for plain, name in re.findall(r"([^$]*)(?:\$(\w+))?", text):
         choices = variables[name] if name else [("", None)]
-        found = [(start + plain + value, n or own) for start, own in found for value, n in choices]
-    return found
+        texts = [(start + plain + value, n or own) for start, own in texts for value, n in choices]
+    return texts
 
 
 def assigned(value: str, comment: str, variables: dict[str, list]) -> list[tuple[str, int | None]]:
     """What a variable may be: its value, or another one of its comment: "240 batches" or "or $AMC, $MATH"."""
     stated = re.match(r"(\d+) batches", comment)
     texts = [value, *re.findall(r"\$\w+", comment if comment.startswith("or ") else "")]
-    found = sum([expand(text, variables) for text in texts], [])
-    return [(text, int(stated[1]) if stated else n) for text, n in found]
+    values = sum([expand(text, variables) for text in texts], [])
+    return [(text, int(stated[1]) if stated else n) for text, n in values]
 
 
 @functools.cache
@@ -100,8 +100,8 @@ def understand(command: str) -> SimpleNamespace | None:
     script = words.pop(0).replace(".", "/") + ".py" if script == "-m" else script
     name = script.removesuffix(".py").replace("/", ".")
     if name not in MODULES:
-        known = script in ("my_idea.py", "pytest.py") or (ROOT / script).is_file()
-        assert known, f"there is no {script}: {command}"
+        exists = script in ("my_idea.py", "pytest.py") or (ROOT / script).is_file()
+        assert exists, f"there is no {script}: {command}"
         return None
     module = load_script(name)
     with mock.patch.object(sys, "argv", [script, *words]):
@@ -179,14 +179,14 @@ def test_the_commands_of_a_docstring_parse(name, capsys, monkeypatch):
 
 @each_page
 def test_every_flag_exists(page):
-    known = {"help", *KNOWN_FLAGS}
+    flags = {"help", *KNOWN_FLAGS}
     for tool in [ROOT / "toy/make_toy.py", ROOT / "claims/claims.py", *(ROOT / "tools").rglob("*.py")]:
-        known |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
+        flags |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
         fields = load_script(name).Args.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
         for field in fields:
-            known |= {field, f"no-{field}"}
-    assert set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())) <= known
+            flags |= {field, f"no-{field}"}
+    assert set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())) <= flags
 
 
 # --------------------------------------------------- metrics -----------------------------------------------

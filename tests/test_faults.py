@@ -147,8 +147,8 @@ def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, whole, tm
     process.join(50)  # the evaluation waits for 60 seconds
     killed = number == signal.SIGKILL
     assert process.exitcode == (-number if killed else 128 + number)
-    said = f"Stopped by {signal.Signals(number).name}; continue with"
-    assert killed or said in out.with_suffix(".err").read_text()
+    message = f"Stopped by {signal.Signals(number).name}; continue with"
+    assert killed or message in out.with_suffix(".err").read_text()
     saved = sorted(path.name for path in out.glob("checkpoints/step_*"))
     assert saved[-1:] == [f"step_{step:08d}"] * (step > 0)
     assert (out / "final").exists() == (step == 6)
@@ -301,10 +301,10 @@ def test_a_run_with_other_content_under_the_same_names_is_refused(
     else:
         text = Path(file).read_text().replace('"answer": "', '"answer": "1', 1)
         Path(file).write_text(text.replace('"eos_token_id": 2', '"eos_token_id": [2, 7]'))
-    known = Path("run/run.json").read_bytes()
+    before = Path("run/run.json").read_bytes()
     with pytest.raises(UserError, match=f"{sentence}.* differs from what the run in .* had; start a new run"):
         run_toy(ttrl, **CONTENT, steps=2, lr=1e-9, resume=True)
-    assert Path("run/run.json").read_bytes() == known  # so it is refused again
+    assert Path("run/run.json").read_bytes() == before  # so it is refused again
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_00000005"])

@@ -340,10 +340,10 @@ def shared(folder, model, ranks, parallel) -> list[dict]:
 
 
 def texts(out) -> list[list[str]]:
-    found = []
+    texts_of_prompts = []
     for record in read_lines(out / "samples.jsonl"):
-        found.append([response["text"] for response in record["responses"]])
-    return found
+        texts_of_prompts.append([response["text"] for response in record["responses"]])
+    return texts_of_prompts
 
 
 @pytest.mark.slow

@@ -68,13 +68,13 @@ def test_no_file_of_the_engine_names_a_papers_option():
 
 
 def test_no_comprehension_stands_in_another():
-    found = []
+    offending = []
     for name in files(".py"):
         for outer in ast.walk(ast.parse((ROOT / name).read_text())):
             if isinstance(outer, COMPREHENSIONS):
                 nested = [node for node in ast.walk(outer) if isinstance(node, COMPREHENSIONS)]
-                found += [f"{name}:{outer.lineno}"] if len(nested) > 1 else []  # itself is the first
-    assert not found, found
+                offending += [f"{name}:{outer.lineno}"] if len(nested) > 1 else []  # itself is the first
+    assert not offending, offending
 
 
 # ------------------------------------------------ what imports what --------------------------------------
@@ -91,13 +91,13 @@ def imports_of(module: str) -> set[str]:
     """Modules of the repository that it imports, wherever the import stands."""
     path = ROOT / module.replace(".", "/")
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & set(module_names()) - {"engine"}  # the folder itself holds nothing
+            imported |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return imported & set(module_names()) - {"engine"}  # the folder itself holds nothing
 
 
 def test_imports_run_one_way_and_in_no_circle():
@@ -122,13 +122,13 @@ def parts_of(module: str) -> dict[int, list[str]]:
     """The lines of main by the numbers of its comments."""
     text = source(module)
     start = text.index("def main(args: Args)")
-    found = {0: []}
+    parts = {0: []}
     for line in text[start:text.index('\n\n\nif __name__ == "__main__"', start)].splitlines():
         if number := re.match(r" {8}# (\d)\. ", line):
-            found[int(number[1])] = []
-        found[max(found)].append(line)
-    assert list(found) == list(range(8))
-    return found
+            parts[int(number[1])] = []
+        parts[max(parts)].append(line)
+    assert list(parts) == list(range(8))
+    return parts
 
 
 @pytest.mark.parametrize("module", METHODS)

@@ -148,12 +148,12 @@ def test_a_sampler_of_other_weights_stops_the_run(dtype, first, shift, tokens, r
         with pytest.raises(UserError, match=f"sampler and trainer disagree: .* by up to {shift:.2g}, "):
             common.check_sampler(run, [response])
         return
-    found = common.check_sampler(run, [response] if tokens else [])  # []: Dynamic RL, no usable question
+    metrics = common.check_sampler(run, [response] if tokens else [])  # []: Dynamic RL, no usable question
     assert log.first_diff == pytest.approx(first or shift * tokens / 8)
     warning = f"Warning: sampler and trainer log-probs differ by {shift:.3f} on average."
     assert warned == [warning] * (result == "warns")
     expected = dict(logp_diff_max=shift * (tokens > 0), logp_diff_mean=shift * tokens / 8)
-    assert found == pytest.approx(expected)
+    assert metrics == pytest.approx(expected)
 
 
 def test_gold_answers_never_reach_the_weights(tmp_path):

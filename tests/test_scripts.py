@@ -300,8 +300,8 @@ def forks_are_right(seen) -> None:
         assert leaves[:args.trunks] == group and all(leaf.prompt_ids == prompt.prompt_ids for leaf in leaves)
         decode = seen.run.tokenizer.decode
         assert all(leaf.text == decode(leaf.response_ids, skip_special_tokens=True) for leaf in leaves)
-        found = [(leaf.response_ids, leaf.finished) for leaf in leaves[args.trunks:]]
-        assert sorted(found) == sorted(leaf for pair in grafted.values() for leaf in pair)
+        ours = [(leaf.response_ids, leaf.finished) for leaf in leaves[args.trunks:]]
+        assert sorted(ours) == sorted(leaf for pair in grafted.values() for leaf in pair)
 
 
 def test_trunks_fork_as_in_algorithm_1(watch):
@@ -373,8 +373,8 @@ def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch, c
     lengths = sorted(len(problem.prompt_ids) for problem in base.run.problems)
     capsys.readouterr()
     seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, max_prompt_tokens=lengths[2], **TINY)
-    said = f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out"
-    assert said in capsys.readouterr().out
+    message = f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out"
+    assert message in capsys.readouterr().out
     assert all(len(p.prompt_ids) <= lengths[2] for p in seen.run.problems)
     assert [line["step"] for line in seen.metrics] == [1, 2, 3] and len(base.metrics) == 1
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 from importlib import util
 from pathlib import Path
@@ -174,8 +175,10 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
     description = sys.modules[args_class.__module__].__doc__
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
     args = tyro.cli(args_class, description=description)
+    signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -515,3 +516,9 @@ def test_wandb_knows_a_resumed_run_again_and_is_closed(tmp_path, launch, monkeyp
     monkeypatch.setattr(os, "_exit", lambda code: None)
     leave(2)
     assert wandb.finish.call_args_list == [mock.call(2)] * 3
+
+
+def test_help_can_be_piped_into_head():
+    done = subprocess.run(f"{sys.executable} ttrl.py --help | head -n 3", cwd=ROOT, shell=True, text=True,
+                          capture_output=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr and done.stdout

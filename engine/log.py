@@ -50,7 +50,8 @@ class Log(RunFolder):
         from torch.utils.tensorboard import SummaryWriter
         if self.options["wandb"]:
             import wandb
-            at_exit.append(wandb.finish)  # also where a run ends without unwinding
+            # a run that ends without unwinding must tell wandb so itself, or it stays "running" there
+            at_exit.append(wandb.finish)
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=self.options, sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
@@ -108,7 +109,7 @@ class Log(RunFolder):
 
     def update(self, grad_norm: float) -> None:
         """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped."""
-        names = sorted(self.sums)
+        names = sorted(self.sums)  # the same order on all ranks, whose micro-batches may differ
         sums = torch.stack([self.sums[name] for name in names])
         if distributed():
             dist.all_reduce(sums)
@@ -139,7 +140,7 @@ class Log(RunFolder):
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
         for name, tokens in dict(sample=self.sampled, update=updated).items():
             metrics[f"tokens_per_second/{name}"] = tokens / max(seconds[name], 1e-9)
-        took = now() - self.began
+        took = now() - self.began  # other: what belongs to no phase
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
         for name, value in own.items():
@@ -233,6 +234,7 @@ def vote_record(group: dict) -> dict:
     if label:  # it names the script's own classes, which are others than ours with --labels gold
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
         kind = "given" if not verdicts["known"] else "right" if taken in verdicts["right"] else "wrong"
+    # an answer can be as long as a response, but only the majority's is needed whole: it is compared later
     return dict(problem=prompt.text, answer=prompt.answer, n=len(classes),
                 counts=[[group["responses"][classes.index(c)].answer[:40], votes] for c, votes in ranked],
                 majority=verdicts["answer"], flipped=group["flipped"], label=kind,
@@ -246,6 +248,7 @@ def sample_record(step: int, group: dict) -> dict:
     first two."""
     prompt, responses = group["prompt"], group["responses"]
     rows = []
+    # a text's end holds the answer; whole texts of all responses would fill a disk
     for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
         trained = i in group["trained"]
         rows.append(dict(

@@ -24,6 +24,7 @@ def majority(classes: list[int | None]) -> int | None:
 def few_answers(responses: list) -> str:
     """What to do if most of these responses have no answer or were cut off; else empty."""
     responses = [response for response in responses if response.response_ids]  # overlong: no prompt
+    # the larger group has the example: it shows what is wrong with most
     silent = [response for response in responses if response.answer is None]
     cut = [response for response in responses if not response.finished]
     examples = max(silent, cut, key=len)
@@ -48,7 +49,7 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
     """P(the majority of k of these responses is right), over seeded random subsets of size k.
 
     With k the number of responses there is one subset, so 0 or 1."""
-    if k >= len(classes):
+    if k >= len(classes):  # there is one such subset: all of them
         return float(majority(classes) in right)
     draw = random.Random(stable_hash("maj", k, classes))
     return mean(majority(draw.sample(classes, k)) in right for _ in range(subsets))

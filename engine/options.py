@@ -22,6 +22,7 @@ from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run, script_name
 
 # ------------------------------------------------------- ranges ---------------------------------------------
+# pydantic checks them, so that a bad value is one sentence before anything is loaded.
 Count = Annotated[int, Field(ge=1, le=2**62)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**62)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -116,6 +117,7 @@ def options_dict(args) -> dict:
 
 def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
+    # run.json and the toy's defaults know all options by name alone
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
     return args_class(**own, machine=Machine(**machine)) if machine else args_class(**own)
@@ -129,6 +131,7 @@ def out_of_range(args) -> list[str]:
     except ValidationError as error:
         bad = []
         for e in error.errors():
+            # pydantic writes "Input should be greater than 0"; behind the flag and its value it is a sentence
             name = e["loc"][1 if e["loc"][0] == "machine" else 0]
             bad.append(f"--{name} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}.")
         return bad
@@ -138,13 +141,14 @@ def out_of_range(args) -> list[str]:
 def bad_flags(args) -> list[str]:
     """One sentence per bad flag: flag, value, what is allowed."""
     if bad := out_of_range(args):
-        return bad
+        return bad  # what follows computes with the values
     machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
     responses, parallel, vllm = args.responses_per_prompt(), machine.tensor_parallel, machine.uses_vllm
     sequences = args.prompts_per_batch * args.train_samples
     here, cuda = not machine.plan, torch.cuda.is_available()  # a plan may be of another machine
     driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
     on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in ("", "toy", "smollm2")
+    # all that is wrong is told at once, so that three bad flags do not take three starts
     table = [  # (what is wrong, sentence)
         (responses < 2,
          f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),

@@ -210,7 +210,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
         benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in rows]
     problems = benchmarks.pop("--dataset")
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    options, identity = options_dict(args), data.digests(sets, stop_ids)
+    identity, options = data.digests(sets, stop_ids), options_dict(args)
     device, dtype = start_processes(options, train, small=args.model in ("", "toy"))
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)

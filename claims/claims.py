@@ -35,7 +35,7 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from engine.log import read_jsonl, read_metrics
+from engine.run_folder import read_jsonl, read_metrics
 from tools import compare
 from tools.explain import sample_votes
 from tools.report import fates

@@ -5,7 +5,6 @@ It knows nothing of models, runs or ranks."""
 from __future__ import annotations
 
 import hashlib
-import importlib
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -95,10 +94,3 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
-
-
-def __getattr__(name: str):  # where these names were before; see ranks.py and run_folder.py
-    if name.startswith("__"):
-        raise AttributeError(name)
-    ranks, run_folder = map(importlib.import_module, ("engine.ranks", "engine.run_folder"))
-    return getattr(ranks if hasattr(ranks, name) else run_folder, name)

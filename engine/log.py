@@ -17,8 +17,6 @@ from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.process import at_exit
 from engine.ranks import distributed, on_rank_0, print0
 from engine.run_folder import RunFolder, has_evaluation, script_name
-from engine.run_folder import read_jsonl as read_jsonl, read_metrics as read_metrics
-from engine.run_folder import code_digest as code_digest
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run

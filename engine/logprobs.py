@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from engine.base import Request, UserError, first_line, on_rank_0, print0
+from engine.base import Request, UserError, first_line
+from engine.ranks import on_rank_0, print0
 
 
 # --------------------------------------------- float32 logits ----------------------------------------------

@@ -12,7 +12,8 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, print0, stable_hash
+from engine.base import UserError, first_line, stable_hash
+from engine.ranks import print0
 from engine.builtin import SMOLLM2_MODEL, TOY_MODEL
 from engine.data import read_template
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
+from engine.base import UserError, first_line
 from engine.checkpoint import complete
+from engine.ranks import from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 from engine.logprobs import CHUNK
 
 GIB = 2 ** 30

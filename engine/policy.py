@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
-from engine.base import UserError, all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
-from engine.base import timed
+from engine.base import UserError, timed
+from engine.ranks import all_gather, distributed, on_all_ranks, on_rank_0, print0, rank_and_ranks
 from engine.logprobs import AGREES, PackedHead, fastest_exact_implementation, head_logprobs, packed_attention
 from engine.logprobs import probe_responses, smallest_copy
 from engine.models import PACKED

@@ -17,8 +17,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, on_all_ranks, on_rank_0, print0, rank_and_ranks
-from engine.base import stop_texts, timed
+from engine.base import Request, Sample, UserError, stop_texts, timed
+from engine.ranks import on_all_ranks, on_rank_0, print0, rank_and_ranks
 from engine.logprobs import eager_logprobs, fastest_that_agrees, probe_responses, sample_probe
 from engine.models import load_model
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import ttrl
 from engine import logprobs, plan
 from engine.base import Request, UserError
-from engine.log import read_metrics
+from engine.run_folder import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import load_model, read_config
 from engine.options import make_args

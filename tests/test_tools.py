@@ -28,7 +28,7 @@ SLOW = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(99
 def repository(tmp_path, monkeypatch):
     """A folder that compare takes for the repository; a script's digest is its text."""
     monkeypatch.setattr(compare, "ROOT", tmp_path)
-    monkeypatch.setattr(compare.log, "code_digest", lambda script: script.read_text(), raising=False)
+    monkeypatch.setattr(compare, "code_digest", lambda script: script.read_text(), raising=False)
     for name, text in dict(good=GOOD, bad="raise SystemExit(3)", slow=SLOW).items():
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path

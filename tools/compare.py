@@ -28,8 +28,8 @@ from pathlib import Path
 
 from scipy import stats
 
-from engine import log
 from engine.base import UserError
+from engine.run_folder import code_digest, has_evaluation, read_jsonl, read_metrics
 from tools.report import fates
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ COLUMNS = [*SCORES, "learned", "kept", "corrupted", "minutes"]
 def is_done(folder: Path, args: dict) -> bool:
     """Whether a run has saved its final model and, if it evaluates, evaluated it, which comes after."""
     saved = (folder / "final").exists()
-    return saved and (not args.get("eval") or log.has_evaluation(log.read_metrics(folder)[-1]))
+    return saved and (not args.get("eval") or has_evaluation(read_metrics(folder)[-1]))
 
 
 def is_finished(folder: Path, command: list[str]) -> bool:
@@ -55,7 +55,7 @@ def is_finished(folder: Path, command: list[str]) -> bool:
     script, *flags = command
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
-    if given[1:] != flags or run.get("code") != log.code_digest(ROOT / script):
+    if given[1:] != flags or run.get("code") != code_digest(ROOT / script):
         raise UserError(f"{folder} holds a run of other code or arguments; delete it or give another --out.")
     return is_done(folder, run.get("args", {}))
 
@@ -77,13 +77,13 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     However this ends, no run is left behind: on SIGTERM each finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if not is_finished(folder, command)]
-    codes = {folder: log.code_digest(ROOT / command[0]) for folder, command in jobs.items()}
+    codes = {folder: code_digest(ROOT / command[0]) for folder, command in jobs.items()}
     running: dict[Path, subprocess.Popen] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
-                if log.code_digest(ROOT / jobs[folder][0]) != codes[folder]:
+                if code_digest(ROOT / jobs[folder][0]) != codes[folder]:
                     raise UserError(f"{jobs[folder][0]}, or code that it uses, was edited before all seeds "
                                     "started. Undo that, or train all of them anew in another --out.")
                 running[folder] = start(folder, jobs[folder])
@@ -120,10 +120,10 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
         for name, values in task.items():
             if had.get(name) not in values:
                 raise UserError(f"{folder} has another {name} than the stored rows; let tools.compare train.")
-        lines = log.read_metrics(folder)
-        scores = [line for line in lines if log.has_evaluation(line)][0 if start else -1]
+        lines = read_metrics(folder)
+        scores = [line for line in lines if has_evaluation(line)][0 if start else -1]
         took = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
-        found = {} if start else fates(log.read_jsonl(folder / "votes.jsonl")) | dict(minutes=sum(took) / 60)
+        found = {} if start else fates(read_jsonl(folder / "votes.jsonl")) | dict(minutes=sum(took) / 60)
         for column in SCORES:
             name = column.replace("test", f"{regime}_test").replace("train", regime).replace("@k", f"@{k}")
             found[column] = scores.get(f"eval/{name}")

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError
-from engine.log import has_evaluation, read_jsonl, read_metrics
+from engine.run_folder import has_evaluation, read_jsonl, read_metrics
 
 OPTIMIZER = """loss kl grad_norm clip_fraction logp_diff_max zero_variance reward_accuracy prompt_weight lr
     skipped_updates""".split()

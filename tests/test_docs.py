@@ -17,7 +17,7 @@ from engine.data import BENCHMARKS
 from engine.options import Machine, parse
 
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
-PAGES = [ROOT / "README.md", ROOT / "claims/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "lab/claims/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
 HEADERS = [["row", "command", "paper"], ["row", "command", "read", "paper"]]
 # Prompt and response must fit; the other models of the pages have 32k and more
@@ -180,7 +180,7 @@ def test_the_commands_of_a_docstring_parse(name, capsys, monkeypatch):
 @each_page
 def test_every_flag_exists(page):
     flags = {"help", *KNOWN_FLAGS}
-    for tool in [ROOT / "toy/make_toy.py", ROOT / "claims/claims.py", *(ROOT / "tools").rglob("*.py")]:
+    for tool in [ROOT / "toy/make_toy.py", *(ROOT / "lab").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         flags |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:
         fields = load_script(name).Args.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
@@ -249,7 +249,7 @@ def test_links_files_and_tests_that_are_named_exist(page):
         linked = (page.parent / path) if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
-    for path in re.findall(r"(?<![\w/])((?:engine|tools|claims|examples|docs|toy|tests)/[\w/]+\.\w+)", text):
+    for path in re.findall(r"(?<![\w/])((?:engine|tools|lab|examples|docs|toy|tests)/[\w/]+\.\w+)", text):
         assert path == "tests/test_my_idea.py" or (ROOT / path).exists(), path
     for path, name in re.findall(r"(tests/\w+\.py)::(\w+)", text):
         assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"

@@ -46,7 +46,7 @@ def test_the_demo_learns_to_work_problems_out(tmp_path):
 
 def test_in_the_reported_runs_every_seed_learned_and_gold_labels_learned_more():
     """TTRL's five runs, which are the demo's but for the seed and the evaluation, and gold labels' five."""
-    results = json.loads((ROOT / "claims/results.json").read_text())
+    results = json.loads((ROOT / "lab/claims/results.json").read_text())
     learned, longer = results["T1"]["end eval/toy_test/greedy"], results["E1c"]["last length"]
     assert len(learned["first"]) == len(longer["first"]) == 5
     assert all(end >= 3 * start for end, start in zip(learned["first"], learned["second"], strict=True))

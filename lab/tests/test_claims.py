@@ -1,4 +1,4 @@
-"""claims.claims: records, verdicts and values; the runs themselves are its user's."""
+"""lab.claims.claims: records, verdicts and values; the runs themselves are its user's."""
 
 import dataclasses
 import json
@@ -8,8 +8,8 @@ import pytest
 from conftest import write_run
 
 from engine.base import UserError
-from claims import claims
-from claims.claims import CLAIMS, REGIMES, Claim
+from lab.claims import claims
+from lab.claims.claims import CLAIMS, REGIMES, Claim
 
 PAIR = Claim("X", "", "", ["a.py", "b.py"], "HARD", "end eval/toy_ood/pass@1", +1, .05, [1, 2, 3], "")
 
@@ -26,7 +26,7 @@ def test_every_claim_has_one_regime_no_rate_of_its_own_and_no_development_seed()
 
 def test_results_are_those_of_the_records_as_they_stand():
     results = claims.read_results()
-    assert results, "claims/results.json is empty"
+    assert results, "lab/claims/results.json is empty"
     for path, text in claims.pages().items():
         assert path.read_text() == text, path
 

@@ -1,10 +1,10 @@
 """An idea beside six papers and their controls: five runs on the toy, then one row with its intervals.
 
-    python -m tools.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
-    python -m tools.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
-    python -m tools.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
-    python -m tools.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
-    python -m tools.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
+    python -m lab.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
+    python -m lab.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
+    python -m lab.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
+    python -m lab.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
+    python -m lab.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
 
 The stored rows, and what they mean: docs/leaderboard.md. Ctrl-C ends the runs after a checkpoint; called
 again, the command resumes them and keeps those that are finished. Do not edit the script before its last seed
@@ -119,7 +119,7 @@ def row_of(folders: list[Path], regime: str, task: dict, start: bool = False) ->
         had = about["args"] | about.get("identity", {})
         for name, values in task.items():
             if had.get(name) not in values:
-                raise UserError(f"{folder} has another {name} than the stored rows; let tools.compare train.")
+                raise UserError(f"{folder} has another {name} than the stored rows; let lab.compare train.")
         lines = read_metrics(folder)
         scores = [line for line in lines if has_evaluation(line)][0 if start else -1]
         took = [line.get(f"seconds/{what}", 0) for line in lines for what in ("step", "evaluate")]
@@ -205,7 +205,7 @@ def folders_of(options) -> dict[str, list[Path]]:
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser("python -m lab.compare", description=__doc__, formatter_class=shape)
     parser.add_argument("what", nargs="*", help="scripts with their switches, or folders of finished runs")
     parser.add_argument("--on", choices=REGIMES, default="toy", help="the model and its problems")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="a run for each")

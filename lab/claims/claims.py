@@ -1,12 +1,12 @@
 """The papers' claims, tested side by side: votes of the start model, and pairs of runs, one switch apart.
 
-    python -m claims.claims list     # every claim, its minutes, its verdict so far
-    python -m claims.claims votes    # what labels are worth: the start model is sampled once, no training
-    python -m claims.claims T4       # one claim (or several): its runs, values and verdict
-    python -m claims.claims all      # all of the toy's, then the pages: hours; goes on where it stopped
-    python -m claims.claims page     # docs/claims.md and claims/README.md, from claims/results.json
+    python -m lab.claims.claims list     # every claim, its minutes, its verdict so far
+    python -m lab.claims.claims votes    # what labels are worth: the start model is sampled once, no training
+    python -m lab.claims.claims T4       # one claim (or several): its runs, values and verdict
+    python -m lab.claims.claims all      # all of the toy's, then the pages: hours; goes on where it stopped
+    python -m lab.claims.claims page     # docs/claims.md and this folder's README.md, from results.json
 
-A claim is a row of claims/claims.csv, committed before its runs. How verdicts are made: claims/README.md.
+A claim is a row of claims.csv, committed before its runs. How verdicts are made: README.md.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ import scrl
 import ttrl
 from engine.base import UserError
 from engine.run_folder import read_jsonl, read_metrics
-from tools import compare
+from lab import compare
 from tools.explain import sample_votes
 from tools.report import fates
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, RUNS, IMAGES = ROOT / "claims/results.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, RUNS, IMAGES = ROOT / "lab/claims/results.json", ROOT / "runs/claims", ROOT / "docs/images/claims"
 SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
 
 
 @dataclass
 class Claim:
-    """A row of claims/claims.csv."""
+    """A row of lab/claims/claims.csv."""
     id: str
     says: str        # the paper's sentence
     place: str
     arms: list[str]  # commands; "start", the first arm's own; a number; of VOTES: two measures of `vote_row`
-    regime: str      # of claims/regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
+    regime: str      # of regimes.csv; VOTES: no training, the unit is the problem; empty: not testable
     metric: str      # see `value`
     direction: int   # of first arm less second, as the paper has it
     margin: float    # what the mean must exceed, in the metric's unit
@@ -67,10 +67,10 @@ class Claim:
 
 
 CLAIMS, REGIMES = [], {}
-for row in csv.DictReader(open(ROOT / "claims/regimes.csv", encoding="utf-8")):
+for row in csv.DictReader(open(ROOT / "lab/claims/regimes.csv", encoding="utf-8")):
     name = row.pop("regime")
     REGIMES[name] = row | dict(minutes=float(row["minutes"]))
-for row in csv.DictReader(open(ROOT / "claims/claims.csv", encoding="utf-8")):
+for row in csv.DictReader(open(ROOT / "lab/claims/claims.csv", encoding="utf-8")):
     row["arms"] = [row.pop("first"), row.pop("second")]
     row["seeds"] = list(map(int, row["seeds"].split()))
     CLAIMS.append(Claim(**row | dict(direction=int(row["direction"]), margin=float(row["margin"]))))
@@ -196,8 +196,8 @@ def read_results() -> dict[str, dict]:
     digests = {claim.id: digest(claim) for claim in CLAIMS}
     other = [name for name, result in results.items() if result["record"] != digests.get(name)]
     if other:
-        raise UserError(f"claims/results.json has results of another record of {', '.join(other)}: the claim "
-                        "has changed since its runs. Delete its entry there and run it again.")
+        raise UserError(f"lab/claims/results.json has results of another record of {', '.join(other)}: the "
+                        "claim has changed since its runs. Delete its entry there and run it again.")
     return results
 
 
@@ -337,16 +337,17 @@ def page_rows() -> dict[str, dict]:
 
 def pages() -> dict[Path, str]:
     """{path: text}, from the records, the results and the templates."""
-    texts = jinja2.FileSystemLoader(ROOT / "claims/templates")
+    texts = jinja2.FileSystemLoader(ROOT / "lab/claims/templates")
     jinja = jinja2.Environment(loader=texts, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                                undefined=jinja2.StrictUndefined)
-    paths = ROOT / "docs/claims.md", ROOT / "claims/README.md"
+    paths = ROOT / "docs/claims.md", ROOT / "lab/claims/README.md"
     return {path: jinja.get_template(path.name).render(rows=page_rows(), regimes=REGIMES) for path in paths}
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m claims.claims", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser(
+        "python -m lab.claims.claims", description=__doc__, formatter_class=shape)
     words = ["list", "votes", "all", "page", *[claim.id for claim in CLAIMS]]
     parser.add_argument("what", nargs="+", metavar="WHAT", choices=words, help="as above, or ids")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")

@@ -189,7 +189,7 @@ class Policy:
             response.old_logp, response.entropy = logp_T, entropy_T
 
     def score_ref(self, responses: list, temperature: float) -> None:
-        """Set ref_logp [T]: of the frozen initial model."""
+        """Set ref_logp [T]: of the frozen base model."""
         for response, (logp_T, _) in zip(responses, self.score(responses, temperature)):
             response.ref_logp = logp_T
 

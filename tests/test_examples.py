@@ -138,7 +138,7 @@ def crossed_reward(seen, group):
 
 
 def initial_reward(seen, group):
-    """SRT: the label is the vote of the initial model's responses, sampled before step 1."""
+    """SRT: the label is the vote of the base model's responses, sampled before step 1."""
     before, = (sampled for sampled in seen.samples if sampled.step == 0)
     initial = [response.answer for response in before.groups[before.prompts.index(group.prompt)]]
     return [float(answer is not None and answer == vote(initial)) for answer in answers_of(group)]

@@ -216,7 +216,7 @@ def test_a_sample_record_by_hand():
 
 # -------------------------------------------------- evaluate.py -------------------------------------------
 def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
-    """pass@1 and every response, of the last step's checkpoint and of final/, not of the start model."""
+    """pass@1 and every response, of the last step's checkpoint and of final/, not of the base model."""
     run = tmp_path / "run"  # with a learning rate that changes what the model says
     run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
     said, results = {}, {}

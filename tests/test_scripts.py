@@ -265,7 +265,7 @@ for script, flags in [(script, flags) for script, rows in OWN_FLAGS.items() for 
 @effect("restrain", prompt_weighting="none")
 @effect("restrain", prompt_sigma=0.25)
 def how_much_a_prompt_counts(base, run):
-    """Not what its responses are worth. Only the offline weights need the initial model's votes."""
+    """Not what its responses are worth. Only the offline weights need the base model's votes."""
     gradients_differ(base, run)
     assert advantages(base) == advantages(run)
     assert len(run.generated) == (2 if run.args.prompt_weighting == "offline" else 1)

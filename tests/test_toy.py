@@ -13,7 +13,7 @@ from engine.metrics import mean
 
 
 def evaluated(folder, **settings) -> list[dict]:
-    """The start model's results on the training and on the test problems."""
+    """The base model's results on the training and on the test problems."""
     args = evaluate.Args(benchmarks="toy,toy_test", preset="toy", out=str(folder), **settings)
     results = evaluate.main(args)
     return [results["toy"], results["toy_test"]]

@@ -115,7 +115,7 @@ def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
         said = f"Right answers on {test}: {', '.join(scores)}. "
         votes = max((int(name[4:]) for name in first if name.startswith("maj@")), default=1)
         if votes > 1 and evaluated[0]["step"] == 0:
-            said += f"The untrained model's vote of {votes} was right on {first[f'maj@{votes}']}. "
+            said += f"The base model's majority vote (maj@{votes}) was right on {first[f'maj@{votes}']}. "
     if "learned" in found:
         said += (f"Majorities in training, first and last: {found['corrupted']:.0%} of the problems were "
                  f"corrupted (right, then wrong), {found['learned']:.0%} learned (wrong, then right), "

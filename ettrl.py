@@ -257,7 +257,7 @@ def main(args: Args) -> None:
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
-        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the base model (for KL).
         policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp

@@ -25,10 +25,12 @@ import tyro
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
-from engine.base import UserError, print0, rank_and_ranks, read_run, write_atomically
+from engine.base import UserError, write_atomically
 from engine.builtin import SMOLLM2
 from engine.metrics import few_answers, mean, summary
 from engine.options import Shared, make_args, out_of_range
+from engine.ranks import print0, rank_and_ranks
+from engine.run_folder import read_run
 from engine.samplers import VLLMSampler, check_engine
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
@@ -188,8 +190,8 @@ def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, 
     golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
     correct = []
     for response in responses:
-        found = parse(response.text)
-        correct.append(any(verify(gold, found) for gold in golds))
+        answer = parse(response.text)
+        correct.append(any(verify(gold, answer) for gold in golds))
     first = {c: correct[verdicts["classes"].index(c)] for c in set(verdicts["classes"]) - {None}}
     return verdicts | dict(correct=correct, right={c for c in first if first[c]}), responses
 
@@ -199,7 +201,7 @@ def save_generations(log, name: str, problems: list, graded: list) -> None:
     for problem, (verdicts, responses) in zip(problems, graded):
         for response, correct, c in zip(responses, verdicts["correct"], verdicts["classes"]):
             log.append("generations.jsonl", dict(
-                benchmark=name, problem=problem.question, gold=problem.answer, response=response.text,
+                benchmark=name, problem=problem.text, gold=problem.answer, response=response.text,
                 answer=response.answer, answer_class=c, correct=correct, finished=response.finished))
 
 

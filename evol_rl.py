@@ -46,7 +46,8 @@ from typing import Literal
 import common  # first: it sets what torch reads when it is loaded
 import torch
 from common import Problem, Rollout, Share
-from engine.base import UserError, first_line, gather_shares, share_of_rank, timed
+from engine.base import UserError, first_line, timed
+from engine.ranks import gather_shares, share_of_rank
 from transformers.utils import cached_file
 
 
@@ -56,7 +57,8 @@ class Args(common.Args):
     """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
-    """Who takes the upper band. majority: EVOL-RL. gold: correct responses (ours), for Figure 4's RLVR."""
+    """Responses in the upper reward band (0.5 to 1). majority: the majority's (EVOL-RL). gold: the right
+    ones (ours), for Figure 4's RLVR."""
     novelty: bool = True
     """Novelty reward. Off: '-Novelty Reward' of Table 2, which does not say what replaces it: 1 and 0 as
     TTRL's, for valid responses; needs no embedder."""
@@ -253,8 +255,9 @@ def spoken(response: Rollout) -> str:
 
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
-    # a wrong one shows before any weights are loaded; --plan does without
-    embedder = Embedder(args.embedder) if args.novelty and not args.machine.plan else None
+    # a wrong one shows before any weights are loaded; what only prints does without
+    prints = args.machine.plan or args.machine.show_prompt
+    embedder = Embedder(args.embedder) if args.novelty and not prints else None
     run = common.start(args)  # refuses bad input, then loads models, data and log
     policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
@@ -289,7 +292,7 @@ def main(args: Args) -> None:
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
-        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the base model (for KL).
         policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp

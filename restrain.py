@@ -4,7 +4,7 @@ The idea: the majority is often wrong although some response is right, so reward
 labels and ignores right ones. Take every answer as a pseudo-label, weighted by its votes: a response is
 pushed up by its own answer's weight, down by those of all others. Rare answers are mostly wrong, so they
 weigh less; with the majority alone, or with equal weights, training collapses (5, F). Where fewer than kappa
-agree, probably none is right, and all are pushed down. Scale a prompt's loss by how sure the initial model
+agree, probably none is right, and all are pushed down. Scale a prompt's loss by how sure the base model
 was of it; weights from the policy would grow with its own overconfidence.
 
     labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
@@ -12,7 +12,7 @@ was of it; weights from the policy would grow with its own overconfidence.
                small sigma: all weight on the majority; large: equal weights
     advantage  A_ij = GRPO advantage of response i if j is the label; the paper prints no division by std
                A_ij = -delta for all, if max_j c_j < kappa: rewards 0, less the penalty                (Eq. 4)
-    prompt     u    = g(c_ref / n),  c_ref = votes for the initial model's majority answer             (Eq. 5)
+    prompt     u    = g(c_ref / n),  c_ref = votes for the base model's majority answer             (Eq. 5)
     loss       u (sum_j w_j mean_i mean_t  -min(ratio A_ij, clip(ratio) A_ij) + kl_coef KL_t)       (Eq. 6, 7)
 
 (Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. The paper's other numbers: KL
@@ -48,13 +48,13 @@ class Args(common.Args):
     """Width sigma of the label weights, 0 to inf (D.2). A narrow optimum: 0.25 costs the paper 8.8 points on
     average, 1 costs 14.0 (Table 8)."""
     kappa: common.CountOrZero = 3
-    """Votes below which a majority has all penalised (Eq. 4; D.2); of 16 votes, 2 costs 8.5 points and
-    5 costs 8.0 (Table 10). 0: never (Table 4)."""
+    """Minimum number of majority votes; with fewer, every response of a prompt is penalised (Eq. 4; D.2). Of
+    16 votes, 2 costs 8.5 points and 5 costs 8.0 (Table 10). 0: never (Table 4)."""
     delta: common.NonNegative = 1.0
     """The penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9
     (Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
-    """Prompt weights u of Eq. 5, from the initial model, or online (Appendix E does not say how; we take the
+    """Prompt weights u of Eq. 5, from the base model, or online (Appendix E does not say how; we take the
     current responses); none: 1 (Table 4)."""
     prompt_sigma: common.NonNegativeOrInf = 0.5
     """Width sigma of the prompt weights (D.2: one for both; we read Table 8 as varying only the labels')."""
@@ -68,7 +68,7 @@ class Args(common.Args):
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
     """Length limit of a response (D.2; OctoThinker: 8192)."""
-    LEAST_TRAINED = 1  # the advantages compare all that vote, not those that are trained
+    MIN_TRAIN_SAMPLES = 1  # the advantages compare all that vote, not those that are trained
 
     def errors(self):
         if self.kappa > self.votes:
@@ -191,7 +191,7 @@ def main(args: Args) -> None:
                                   weight_decay=args.weight_decay, fused=True)
     sigma = dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
     prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
-    # Eq. 5: c_ref is measured once, with as many responses of the initial model as will vote in a step.
+    # Eq. 5: c_ref is measured once, with as many responses of the base model as will vote in a step.
     initial = common.initial_votes(run) if args.prompt_weighting == "offline" else {}
 
     done = common.restore(run, optimizer)  # steps: with --resume those of the newest checkpoint, else 0
@@ -224,7 +224,7 @@ def main(args: Args) -> None:
                 responses[i].advantage = responses[i].plus + responses[i].minus  # at ratio 1; for the log
                 train.append(responses[i])
 
-        # 4. Score: log-probs under the policy that sampled (for the ratio) and the initial one (for KL).
+        # 4. Score: log-probs under the policy that sampled (for the ratio) and the base model (for KL).
         policy.score_old(train, args.temperature, args.has_gradient)  # sets old_logp and entropy, [T]
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp

@@ -183,7 +183,7 @@ def main(args: Args) -> None:
                 responses[i].advantage = advantage
                 train.append(responses[i])
 
-        # 4. Score: log-probs under the initial model (for KL).
+        # 4. Score: log-probs under the base model (for KL).
         if reference:
             reference.score_ref(train, args.temperature)  # sets ref_logp
 

@@ -1,4 +1,6 @@
-"""What makes a run fast, and lets it resume. No reader of a paper needs it."""
+"""What makes a run fast, and lets it resume. Nobody needs it to understand a paper.
+
+This file holds only what must be set before torch, transformers and vLLM are imported."""
 
 import os
 import warnings
@@ -9,7 +11,8 @@ VARIABLES = dict(
     TOKENIZERS_PARALLELISM="false",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in the trainer's process
     VLLM_LOGGING_LEVEL="ERROR",
-    # its sampler can never run here, as every request has a seed, but a missing nvcc would stop the start
+    # FlashInfer's sampler is never used, since it takes no seed per request, but vLLM would compile it at
+    # its start and fail without nvcc
     VLLM_USE_FLASHINFER_SAMPLER="0",
     VLLM_ALLREDUCE_USE_FLASHINFER="0",  # see vllm_options
     # cuDNN's attention compiles anew for every shape, about a second each (an H100 without vLLM prefers it)

@@ -1,15 +1,13 @@
-"""A run, and its checkpoints, which survive kill -9 and a full disk: written to one side, then renamed.
+"""Checkpoints as bytes on disk. They survive kill -9 and a full disk: each is written to a temporary folder,
+which is renamed once everything in it is there.
 
-They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would."""
+They hold tensors only, as safetensors: reading a stranger's cannot execute code, as unpickling one would.
+When one is written, and what a run continues with, is run.py's business."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,12 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, all_gather, distributed, first_line, on_all_ranks, on_rank_0, print0
-from engine.base import rank_and_ranks, write_atomically
-from engine.log import Log, read_jsonl
-from engine.policy import Policy
-from engine.process import StopSignal
-from engine.samplers import HFSampler, VLLMSampler
+from engine.base import UserError, first_line, write_atomically
+from engine.ranks import distributed, on_all_ranks, on_rank_0, rank_and_ranks
+from engine.run_folder import read_jsonl
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -38,8 +33,8 @@ def sizes(folder: Path) -> dict[str, int]:
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
     ranks can load them. Not copies: loading into them is loading."""
-    if not optimizer.state:
-        get_optimizer_state_dict(policy.model, optimizer)  # makes the state, and counts that as a step
+    if not optimizer.state:  # AdamW makes its state in the first step, so there is nothing to load into yet
+        get_optimizer_state_dict(policy.model, optimizer)  # by a step at learning rate 0, which counts
         for state in optimizer.state.values():
             state["step"].zero_()
     tensors = {}
@@ -51,7 +46,7 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
-    """Write to step_N.partial, rename; then remove all but the last `keep`.
+    """Write to step_N.partial and rename it; then remove all but the last `keep` checkpoints.
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""
@@ -65,7 +60,8 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     def write() -> set[str]:
         partial.mkdir(parents=True, exist_ok=True)
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
-        for name, tensor in tensors.items():  # a file, put together in host memory, takes 256 MiB
+        # torch puts a file together in host memory before it writes it, so a file gets 256 MiB a rank
+        for name, tensor in tensors.items():
             files[name] = 1 + (size // rank_and_ranks()[1] >> 28)
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
@@ -74,13 +70,13 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 
     def publish() -> None:
         files = sizes(partial)
-        if unseen := sorted(written - files.keys()):
+        if unseen := sorted(written - files.keys()):  # each node has written to a disk of its own
             raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
                           "file system that all nodes share")
         state = dict(step=step, files=files, script=script or {})
         write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        partial.rename(final)  # from here on it counts
         for folder in complete(run_folder)[keep:]:
             shutil.rmtree(folder)
 
@@ -91,14 +87,14 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
 def steps_done(run_folder: Path, every: int) -> int:
     """The step of the newest checkpoint; 0 if there is none and none was due (every: steps between them).
 
-    Raises UserError if one was, or if the newest one's files have not the sizes they were written with."""
+    Raises UserError if one was due, or if the newest one's files have another size than when written."""
     def read() -> int:
         for folder in (run_folder / "checkpoints").glob("*.partial"):
             shutil.rmtree(folder)  # a killed run's
-        if found := complete(run_folder):
-            read_state(found[0])
-            return int(found[0].name[5:])
+        if checkpoints := complete(run_folder):
+            return read_state(checkpoints[0])["step"]
         steps = [line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")]
+        # never begin anew in silence what has been trained for hours
         if max(steps, default=0) > every or (run_folder / "final").exists():
             raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "
                             "start a new run in another --out.")
@@ -113,12 +109,13 @@ def read_state(folder: Path) -> dict:
         state = json.loads((folder / "state.json").read_text())
         if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
             raise ValueError("its files are not those that were written")
-        HuggingFaceStorageReader(str(folder)).read_metadata()
+        HuggingFaceStorageReader(str(folder)).read_metadata()  # reads the headers alone: seconds, not minutes
         return state
     except Exception as error:
         raise UserError(damaged(folder, f"{type(error).__name__} {first_line(error)}")) from None
 
 
+# The user deletes it, not we: whoever copied half a checkpoint may still have the other half.
 def damaged(folder: Path, reason: str) -> str:
     return f"--resume: {folder} is damaged ({reason}); delete this folder, and the one before it is used."
 
@@ -133,67 +130,3 @@ def load(run_folder: Path, step: int, policy, optimizer) -> dict:
         return dict(read_state(folder)["script"])
 
     return on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
-
-
-# ------------------------------------------------------- a run ----------------------------------------------
-@dataclass
-class Run:
-    """What a run consists of; `common.start` makes it. Then only state and sampled change."""
-    args: object
-    tokenizer: object
-    problems: list
-    benchmarks: dict[str, list]
-    total_steps: int
-    policy: Policy | None
-    reference: Policy | None  # the frozen initial model; None without a KL term
-    sampler: HFSampler | VLLMSampler
-    log: Log
-    stop: StopSignal
-    device: torch.device
-    dtype: torch.dtype
-    answer_keys: Callable | None
-    read_answer: Callable | None
-    generate: Callable | None
-    state: dict = field(default_factory=dict)  # what a script wants checkpoints to keep, as JSON
-    sampled: set = field(default_factory=set)  # (step, prompt.id)
-
-
-def restore(run, optimizer) -> int:
-    """Load the newest checkpoint with --resume; return the steps that are done."""
-    args, done = run.args, run.stop.saved
-    run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
-    if done:
-        run.state = load(run.log.path, done, run.policy, optimizer)
-        print0(f"Resumed from step {done}.")
-    if done >= run.total_steps:
-        print0(f"All {run.total_steps} steps are done; a larger --steps continues.")
-    else:
-        print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
-               f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
-    run.stop.listen()
-    run.log.begin(run.total_steps, run.benchmarks)
-    return done
-
-
-def save_when_due(run, step: int, optimizer) -> None:
-    """Write a checkpoint: every --checkpoint_every steps, after the last one, before an evaluation, and when
-    a signal came, which then ends the run.
-
-    Raises ValueError if run.state holds what JSON does not keep."""
-    try:
-        kept = json.loads(json.dumps(run.state)) == run.state
-    except (TypeError, ValueError):
-        kept = False
-    if not kept:
-        raise ValueError(f"run.state is {repr(run.state)[:80]}, but must hold what JSON keeps: text as "
-                         "keys, and lists, dicts, text, numbers, True, False, None")
-    every, last = run.args.machine.checkpoint_every, step == run.total_steps
-    signaled = max(all_gather(run.stop.number))
-    if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
-        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
-        run.stop.saved = step
-    if signaled and not last:
-        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
-               f"--out {run.log.path}")
-        sys.exit(128 + signaled)
-

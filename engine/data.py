@@ -19,7 +19,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from answers import LETTERS, equal, extract_answer, gold_answers
-from engine.base import UserError, first_line, print0, stable_hash
+from engine.base import UserError, first_line, stable_hash
+from engine.ranks import print0
 
 # size: the problems that it is known to have; some sets are counted with their duplicates
 Benchmark = namedtuple("Benchmark", "hub_id split size question answer configs", defaults=(0, "", "", [None]))

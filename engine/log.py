@@ -1,103 +1,45 @@
-"""A run's folder and what is written there: run.json, metrics, votes, samples, TensorBoard, progress bar."""
+"""The diary of a run: what a step was made of, its line of metrics.jsonl, its votes and samples, and curves.
+
+What is computed from votes is in metrics.py; where the files lie, and what they are read with, in
+run_folder.py."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import math
 import os
-import platform
-import shutil
-import subprocess
 import sys
-import time
-import uuid
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, all_gather, distributed, first_line, now, on_rank_0, print0, rank_and_ranks
-from engine.base import read_run, same_on_all_ranks, script_name, seconds, stable_hash, write_atomically
+from engine.base import UserError, now, seconds, stable_hash, write_atomically
 from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.process import at_exit, begun
+from engine.process import at_exit
+from engine.ranks import distributed, on_rank_0, print0
+from engine.run_folder import RunFolder, has_evaluation, script_name
 
 HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
-# JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
-compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-class Log:
-    """What a run writes down. Only rank 0 writes; if it fails, every rank raises the same error.
+class Log(RunFolder):
+    """What a run writes down, in the folder --out.
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
     def __init__(self, options: dict, device, identity: dict):
-        """options: all, by name. identity: data.digests'. Raises UserError if the folder cannot be used."""
-        self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
+        super().__init__(options, device, identity)
         self.board, self.bad_steps, self.warned = None, 0, False
-        self.identity, self.before, self.record = {}, {}, {}
         self.begin_step()
-        name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.path = Path(all_gather(options["out"] or f"runs/{name}")[0])
-        if self.rank == 0:
-            self.record = describe(options, ranks, device) | dict(wandb=uuid.uuid4().hex[:8])
-        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
-        self.identify(identity, write=not self.before)  # a --resume that is refused changes nothing
 
     def begin_step(self) -> None:
         """Forget what the last step left, and start the clock."""
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
         self.began, self.sampled = now(), 0  # sampled: tokens
         seconds.clear()
-
-    # -- the folder ------------------------------------------------------------------------------------------
-    def identify(self, content: dict[str, int], write: bool = True) -> None:
-        """Keep in run.json what all ranks must share, and a resumed run with the one before it.
-
-        Raises UserError, naming the entry, if they do not."""
-        same_on_all_ranks(content)
-        other = [name for name, value in content.items() if self.before.get(name, value) != value]
-        if other := all_gather(other)[0]:
-            raise UserError(f"--resume: {other[0]} differs from what the run in '{self.path}' had; start a "
-                            "new run.")
-        self.identity |= content
-        if self.rank == 0 and write:
-            record = self.record | dict(identity=self.identity)
-            write_atomically(self.path / "run.json", json.dumps(record, indent=1))
-
-    def _open(self) -> None:
-        """Lock the folder and look at the run in it, before anything slow."""
-        out, wrong = self.path, f"--out is '{self.path}', "
-        if self.options["resume"]:
-            run = read_run(out)
-        elif out.is_dir() and set(os.listdir(out)) - {"lock"}:
-            raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
-        for path in out.rglob("*"):
-            if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
-                raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
-        out.mkdir(parents=True, exist_ok=True)
-        self.lock = (out / "lock").open("a")
-        try:  # the system lets go of it when this process dies, however it dies
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(wrong + "in which another process is running; give another folder.") from None
-        except OSError:  # some network file systems have no locks
-            pass
-        if self.options["resume"]:
-            self.before = run["identity"]
-            self.record["wandb"] = run.get("wandb", self.record["wandb"])
-            self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        else:
-            begun.append(out)
-        script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
-        if script.suffix == ".py" and script.is_file():
-            shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
 
     def open_boards(self, steps_done: int) -> None:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
@@ -109,30 +51,23 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
         if self.options["wandb"]:
             import wandb
-            at_exit.append(wandb.finish)  # also where a run ends without unwinding
+            # a run that ends without unwinding must tell wandb so itself, or it stays "running" there
+            at_exit.append(wandb.finish)
             wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
                        config=self.options, sync_tensorboard=True)
         self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
 
-    def _draw(self, method: str, *values) -> None:
-        """Call a method of TensorBoard's writer. If that fails, as on a full disk, the curves end."""
-        try:
-            if self.board:
-                getattr(self.board, method)(*values)
-        except Exception as error:
-            self.board = None
-            print0(f"Warning: the curves end here, since TensorBoard cannot write ({type(error).__name__} "
-                   f"{first_line(error)}); the run goes on, and metrics.jsonl has all numbers.")
-
     def begin(self, total_steps: int, benchmarks: dict) -> None:
         """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
         self.total_steps, self.benchmarks, steps_done = total_steps, benchmarks, self.first_step - 1
-        done = range(steps_done + 1) if steps_done else ()  # a run that begins anew evaluates step 0 again
-        self.history = self._keep_lines("metrics.jsonl", done)
+        # a killed run has written lines of steps that no checkpoint holds; a run that begins anew evaluates
+        # step 0 again
+        done = range(steps_done + 1) if steps_done else ()
+        self.history = self.keep_lines("metrics.jsonl", done)
         self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}  # steps
-        self._keep_lines("evaluations.jsonl", self.evaluated)
-        self._keep_lines("samples.jsonl", done)
-        votes = self._keep_lines("votes.jsonl", done)
+        self.keep_lines("evaluations.jsonl", self.evaluated)
+        self.keep_lines("samples.jsonl", done)
+        votes = self.keep_lines("votes.jsonl", done)
         self.majorities = {vote["problem"]: vote["majority"] for vote in votes}  # the last of each problem
         diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
         self.first_diff = diffs[0] if diffs else 0.0  # see common.check_sampler
@@ -140,35 +75,15 @@ class Log:
                         disable=self.rank > 0)
         self.begin_step()
 
-    def _keep_lines(self, name: str, steps) -> list[dict]:
-        """The lines of these steps, on all ranks; the others are dropped from the file."""
-        path, kept = self.path / name, [line for line in self.lines(name) if line.get("step") in steps]
-        if self.rank == 0 and path.exists():
-            write_atomically(path, "".join(compact(line) + "\n" for line in kept))
-        return kept
-
-    def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
-        if self.rank:
-            return
-        try:
-            with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
-        except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues "
-                            "from the last checkpoint.") from None
-
-    def lines(self, name: str) -> list[dict]:
-        """The lines of a .jsonl file of the run, on all ranks."""
-        return on_rank_0(lambda: read_jsonl(self.path / name))
-
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl, also for TensorBoard. Only finite values are kept."""
+        # JSON knows neither NaN nor infinity
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.history.append(dict(step=step, **metrics))
         self.append("metrics.jsonl", self.history[-1])
         for name, value in metrics.items():
-            self._draw("add_scalar", name, value, step)
+            if self.board:
+                self.board.add_scalar(name, value, step)
 
     # -- during a step ---------------------------------------------------------------------------------------
     def vote(self, prompt, responses: list, classes: list[int | None], rewards: torch.Tensor,
@@ -200,6 +115,7 @@ class Log:
 
     def update(self, grad_norm: float) -> None:
         """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped."""
+        # sorted: the same order on all ranks, whose micro-batches may differ
         names, means = sorted(self.sums), dict(grad_norm=grad_norm)
         sums = torch.stack([self.sums[name] for name in names])  # [names, 2]
         if distributed():
@@ -226,15 +142,7 @@ class Log:
 
         trained: the responses that were trained. own: the script's own metrics, which are numbers (of a
         tensor: .item()) and have none of the log's names, else Python raises TypeError."""
-        chosen = set(trained)
-        for group in self.groups:
-            group["trained"] = {i for i, response in enumerate(group["responses"]) if response in chosen}
-            group["verdicts"] = grade(group["prompt"], group["responses"])
-            group["flipped"], question = None, group["prompt"].question
-            if question in self.majorities:
-                pair = [self.majorities[question], group["verdicts"]["answer"]]
-                group["flipped"] = len(set(group["prompt"].classes(pair))) > 1
-        self.majorities |= {group["prompt"].question: group["verdicts"]["answer"] for group in self.groups}
+        self._judge(set(trained))
         metrics = step_metrics(self.groups)
         for name in dict.fromkeys(name for update in self.updates for name in update):
             metrics[name] = mean(update[name] for update in self.updates if name in update)
@@ -242,25 +150,23 @@ class Log:
         if self.device.type == "cuda":  # what the update has taken, as torch keeps it; vLLM sleeps
             free, total = torch.cuda.mem_get_info()
             metrics["peak_memory_gib"] = (total - free) / 2 ** 30
-        few = few_answers([response for group in self.groups for response in group["responses"]])
-        if few and not self.warned:
-            print0(f"Warning: step {step}: {few}")
-            self.warned = True
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
         for name, tokens in dict(sample=self.sampled, update=updated).items():
             metrics[f"tokens_per_second/{name}"] = tokens / max(seconds[name], 1e-9)
-        took = now() - self.began
+        took = now() - self.began  # other: what belongs to no phase
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
-        if no_number := [name for name, value in own.items() if not isinstance(value, int | float)]:
-            raise TypeError(f"the metric {no_number[0]!r} must be a number (of a tensor: .item())")
+        for name, value in own.items():
+            if not isinstance(value, int | float):
+                raise TypeError(f"the metric {name!r} must be a number (of a tensor: .item())")
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
+        self._warn_of_few_answers(step)
         self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
         self.bar.update(1)
         for group in self.groups:
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))
-        # the same problems whenever they come up
-        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
+        # sorted by a hash, so that samples.jsonl follows the same problems whenever they come up
+        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].text))
         for group in self.groups[:self.options["log_texts"]]:
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
@@ -277,7 +183,7 @@ class Log:
                 row["greedy"] = [int(v["correct"][0]) for v in greedy[name] if v["known"]]
             self.append("evaluations.jsonl", row)
         took = seconds.pop("evaluate")
-        self.began += took  # the next step's time is without it
+        self.began += took  # an evaluation lies in the middle of a step, but is none of its time
         self._write(step, metrics | {"seconds/evaluate": took})
         self.evaluated.add(step)
 
@@ -288,35 +194,36 @@ class Log:
         due = due if step else self.options["eval_start"]
         return bool(self.benchmarks and due and step not in self.evaluated)
 
+    def _judge(self, trained: set) -> None:
+        """Add to each vote who was trained, the verdicts by the gold answer, and whether its majority is
+        another one than when the problem was last seen (None: it is new)."""
+        for group in self.groups:
+            prompt, responses = group["prompt"], group["responses"]
+            group["trained"] = {i for i, response in enumerate(responses) if response in trained}
+            group["verdicts"] = grade(prompt, responses)
+            group["flipped"] = None
+            if prompt.text in self.majorities:
+                pair = [self.majorities[prompt.text], group["verdicts"]["answer"]]
+                group["flipped"] = len(set(prompt.classes(pair))) > 1
+        for group in self.groups:  # only now: a fork may ask the same problem twice in a step
+            self.majorities[group["prompt"].text] = group["verdicts"]["answer"]
+
+    def _warn_of_few_answers(self, step: int) -> None:
+        """Once in a run, if most responses of a step have no answer."""
+        advice = few_answers([r for group in self.groups for r in group["responses"]])
+        if advice and not self.warned:
+            print0(f"Warning: step {step}: {advice}")
+            self.warned = True
+
     def finish(self) -> None:
         """Close what is open; print a table of the evaluations before and after, and what to open next."""
         self.bar.close()
-        self._draw("close")
+        if self.board:
+            self.board.close()
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
-
-
-def has_evaluation(line: dict) -> bool:
-    return any(name.startswith("eval/") for name in line)
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    """A run's metrics, one dict per step: its line of metrics.jsonl and that of its evaluation, together."""
-    steps = {}
-    for line in read_jsonl(Path(folder) / "metrics.jsonl"):
-        steps[line.get("step")] = steps.get(line.get("step"), {}) | line
-    return list(steps.values())
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects in a file's lines; none if there is no file. A killed run may leave half a last line."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
 
 
 def evaluation_table(history: list[dict]) -> str:
@@ -356,10 +263,11 @@ def vote_record(group: dict) -> dict:
     classes, kind = verdicts["classes"], "none"
     ranked = Counter(c for c in classes if c is not None).most_common()
     right = [c in verdicts["right"] for c, _ in ranked]
-    if label:  # it names the script's own classes
+    if label:  # it names the script's own classes, which are others than ours with --labels gold
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
         kind = "given" if not verdicts["known"] else "right" if taken in verdicts["right"] else "wrong"
-    return dict(problem=prompt.question, answer=prompt.answer, n=len(classes),
+    # an answer can be as long as a response, but only the majority's is needed whole: it is compared later
+    return dict(problem=prompt.text, answer=prompt.answer, n=len(classes),
                 counts=[[group["responses"][classes.index(c)].answer[:40], votes] for c, votes in ranked],
                 majority=verdicts["answer"], flipped=group["flipped"], label=kind,
                 share=round(ranked[0][1] / len(classes), 4) if ranked else 0.0, trained=len(group["trained"]),
@@ -372,6 +280,7 @@ def sample_record(step: int, group: dict) -> dict:
     first two."""
     prompt, responses = group["prompt"], group["responses"]
     rows = []
+    # a text's end holds the answer; whole texts of all responses would fill a disk
     for i, (r, c, reward) in enumerate(zip(responses, group["classes"], group["rewards"])):
         trained = i in group["trained"]
         rows.append(dict(
@@ -380,28 +289,5 @@ def sample_record(step: int, group: dict) -> dict:
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     equal = [group["verdicts"]["gold"], *group["verdicts"]["classes"]]  # gold, then the answers
-    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
+    return dict(step=step, problem=prompt.text, gold=prompt.answer, equal=equal, label=label,
                 negatives=group["negatives"], responses=rows)
-
-
-# ------------------------------------------------ what run.json holds ---------------------------------------
-def code_digest(script: Path) -> int:
-    """Hash of a run's script, common.py, answers/, engine/ and toy/."""
-    root, files = Path(__file__).parent.parent, [script]
-    for pattern in ("common.py", "answers/*.py", "engine/*.py", "toy/*"):
-        files += sorted(root.glob(pattern))
-    return stable_hash([file.read_bytes() for file in files if file.is_file()])
-
-
-def describe(options: dict, ranks: int, device) -> dict:
-    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
-    git = ""  # also where there is no git, as in a slim container
-    with contextlib.suppress(OSError):
-        git = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
-                             cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    versions = {package.name: package.version for package in metadata.distributions()}
-    hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    return dict(script=script_name(), command=sys.argv, args=options, ranks=ranks,
-                device=hardware, python=platform.python_version(), versions=versions,
-                git=git, code=code_digest(Path(sys.argv[0])),
-                started=time.strftime("%Y-%m-%dT%H:%M:%S"))

@@ -24,6 +24,7 @@ def majority(classes: list[int | None]) -> int | None:
 def few_answers(responses: list) -> str:
     """What to do if most of these responses have no answer or were cut off; else empty."""
     responses = [response for response in responses if response.response_ids]  # overlong: no prompt
+    # the larger group has the example: it shows what is wrong with most
     silent = [response for response in responses if response.answer is None]
     cut = [response for response in responses if not response.finished]
     examples = max(silent, cut, key=len)
@@ -31,7 +32,7 @@ def few_answers(responses: list) -> str:
         return ""
     answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
     return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
-            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small ones need "
+            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small models need "
             "worked examples, as in examples/prompts/few_shot.txt, long responses a larger --max_new_tokens. "
             f"One ends: {examples[0].text[-200:]!r}")
 
@@ -48,7 +49,7 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
     """P(the majority of k of these responses is right), over seeded random subsets of size k.
 
     With k the number of responses there is one subset, so 0 or 1."""
-    if k >= len(classes):
+    if k >= len(classes):  # there is one such subset: all of them
         return float(majority(classes) in right)
     draw = random.Random(stable_hash("maj", k, classes))
     return mean(majority(draw.sample(classes, k)) in right for _ in range(subsets))
@@ -58,8 +59,9 @@ def grade(problem, responses: list) -> dict:
     """Verdicts of one problem's responses against its gold answer; gold: its class, right: the classes that
     are. answer: the most frequent, as it was first written (None: no response has one); majority: whether it
     is right."""
-    found = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
-    classes, golds = found[:len(responses)], found[len(responses):]
+    # gold answers are classed together with the responses', so that one equality holds for both
+    together = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
+    classes, golds = together[:len(responses)], together[len(responses):]
     winner, right = majority(classes), set(golds) & set(classes) - {None}
     return dict(known=problem.answer is not None, correct=[c in right for c in classes], classes=classes,
                 gold=golds[0], right=right, majority=winner in right,
@@ -100,9 +102,10 @@ def step_metrics(groups: list[dict]) -> dict[str, float]:
     for name in names:
         metrics[name] = mean(row[name] for row in rows if name in row)
     responses = [r for group in groups for r in group["responses"]]  # ETTRL's groups are not all of one size
-    metrics["length"] = mean(r.length for r in responses)
-    metrics["answered"] = mean(r.answer is not None for r in responses)
-    metrics["truncated"] = mean(not r.finished for r in responses)
+    if responses:  # else Dynamic RL found no question: a 0 would be a false point of these curves
+        metrics["length"] = mean(r.length for r in responses)
+        metrics["answered"] = mean(r.answer is not None for r in responses)
+        metrics["truncated"] = mean(not r.finished for r in responses)
     return metrics
 
 

@@ -14,7 +14,8 @@ from huggingface_hub.utils import HFValidationError, get_session, validate_repo_
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-from engine.base import UserError, first_line, print0, stable_hash
+from engine.base import UserError, first_line, stable_hash
+from engine.ranks import print0
 from engine.builtin import SMOLLM2_MODEL, TOYS
 from engine.data import read_template
 
@@ -71,14 +72,14 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
     if adapter:
         raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
                         "its model (peft's merge_and_unload), or give the model's folder without it.")
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None):  # its weights are no floats that AdamW could change
         raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
     for name in config.architectures or []:
         if not LANGUAGE_MODEL.search(name):
             raise UserError(f"--model is '{path}', a {name} by its config.json, but must be a causal "
                             "language model: its head must give the next token.")
     text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+    context = getattr(text, "max_position_embeddings", None)  # some architectures have no limit
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # a longer sequence rotates its first tokens otherwise, too
         context = rope.get("original_max_position_embeddings", context)

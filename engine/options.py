@@ -1,4 +1,6 @@
-"""Options: allowed ranges, those that no paper sets, the command line."""
+"""Options: their allowed ranges, those that no paper sets, and the command line.
+
+The options that a paper sets are in common.py, a method's own in its script."""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 
-from engine.base import UserError, print0, rank_and_ranks, read_run, script_name
+from engine.base import UserError
 from engine.builtin import SMOLLM2, TOY, TOYS
+from engine.ranks import print0, rank_and_ranks
+from engine.run_folder import read_run, script_name
 
 # ------------------------------------------------------- ranges ---------------------------------------------
+# pydantic checks them, so that a bad value is one sentence before anything is loaded.
 Count = Annotated[int, Field(ge=1, le=2**62)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**62)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,26 +36,26 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # ----------------------------------------------- options that no paper sets --------------------------------
 @dataclasses.dataclass
 class Shared:
-    """The options that evaluate.py has, too."""
+    """Options of the six scripts and of evaluate.py."""
     template_vars: str = ""
-    """Variables of the model's chat template, a JSON object such as '{"enable_thinking": false}'. Where a
-    template writes today's date, 26 July 2024 is put, so that prompts stay the same."""
+    """Variables of the model's chat template, as a JSON object such as '{"enable_thinking": false}'. For
+    today's date a template gets 26 July 2024, so that prompts stay the same."""
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
     """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
     show_prompt: bool = False
-    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
+    """Printing of the exact text of the first problem's prompt, and of z_0 (Dynamic RL), instead of a run."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """Sampling engine. auto: vLLM if it is installed, else transformers (hf), as with --plain."""
     gpu_memory: PositiveShare = 0.5
     """Share of each GPU's memory that vLLM may take while it samples (it sleeps during the update)."""
     tensor_parallel: Count = 1
-    """Consecutive ranks that share one vLLM engine: for a model that one GPU cannot hold while sampling."""
+    """Number of consecutive ranks that share a vLLM engine, for a model that one GPU cannot hold."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32 always."""
+    """Compute type; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
+    """Permission to run Python code that comes with the model; only if you trust its author."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
 
@@ -58,16 +63,16 @@ class Shared:
 @dataclasses.dataclass
 class Machine(Shared):
     max_logp_diff: NonNegative = 1e-3
-    """Largest difference of a token's sampler and trainer log-probs, above which a float32 run stops; one in
-    bfloat16 stops above 0.1, or 5 times the first step's, on average."""
+    """Largest allowed difference of a token's log-probs in sampler and trainer. A float32 run stops above it;
+    one in bfloat16 stops if the average is above 0.1 and 5 times the first step's."""
     plain: bool = False
-    """The slow and obvious way, with padded rows and full logits, which gives the same step."""
+    """The slow and obvious computation, with padded rows and full logits. It gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     compile: bool = False
     """Fuse the trainer's norms, rotary embedding, SwiGLU and logits (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
-    """Most tokens of a micro-batch; more of them take more memory and change no result. 0: up to 16384."""
+    """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
     plan: bool = False
@@ -77,18 +82,19 @@ class Machine(Shared):
     gpu_gib: NonNegative = 0.0
     """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
-    """Evaluate the initial model."""
+    """Evaluation of the base model, before the first step."""
     resume: bool = False
-    """Continue from the newest checkpoint in --out (any number of ranks)."""
+    """Continuation from the newest checkpoint in --out, on any number of ranks."""
     checkpoint_every: CountOrZero = 20
-    """Steps between checkpoints. One is also written before an evaluation, and after the step on Ctrl-C,
-    SIGTERM, SIGHUP, SIGUSR1 or 2 (torchrun waits for 30 s: see its --shutdown-timeout). 0: only then."""
+    """Steps between checkpoints. One is also written before an evaluation, and after a step in which Ctrl-C,
+    SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came (torchrun waits for 30 s: see its --shutdown-timeout). 0: only
+    after such a signal."""
     keep: Count = 2
     """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
-    """Prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
+    """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False
-    """Send what TensorBoard gets to Weights & Biases, too (needs `pip install wandb`)."""
+    """Curves in Weights & Biases, beside TensorBoard's (needs `pip install wandb`)."""
 
     @property
     def uses_vllm(self) -> bool:
@@ -98,7 +104,8 @@ class Machine(Shared):
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed. A broken install is not replaced by --sampler hf, it shows its traceback."""
+    """Whether vLLM is installed."""
+    # it is not imported: a broken install shows its traceback, and is not replaced by --sampler hf in silence
     return util.find_spec("vllm") is not None
 
 
@@ -116,6 +123,7 @@ def changed(args) -> dict:
 
 def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
+    # run.json and the toy's defaults know all options by name alone
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
     return args_class(**own, machine=Machine(**machine)) if machine else args_class(**own)
@@ -129,6 +137,7 @@ def out_of_range(args) -> list[str]:
     except ValidationError as error:
         bad = []
         for e in error.errors():
+            # pydantic writes "Input should be greater than 0"; behind the flag and its value it is a sentence
             name = e["loc"][1 if e["loc"][0] == "machine" else 0]
             bad.append(f"--{name} is {e['input']!r}, but {e['msg'].replace('Input should', 'must')}.")
         return bad
@@ -138,21 +147,20 @@ def out_of_range(args) -> list[str]:
 def bad_flags(args) -> list[str]:
     """One sentence per bad flag: flag, value, what is allowed."""
     if bad := out_of_range(args):
-        return bad
+        return bad  # what follows computes with the values
     machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
-    responses, least, parallel = args.responses_per_prompt(), args.LEAST_TRAINED, machine.tensor_parallel
-    sequences, vllm, here = args.prompts_per_batch * args.train_samples, machine.uses_vllm, not machine.plan
-    cuda, wanted = torch.cuda.is_available(), torch.version.cuda or os.path.exists("/proc/driver/nvidia")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
-    cause = "nvidia-smi shows the driver, and CUDA 13 needs 580 or newer"
-    if not torch.version.cuda:
-        cause = "it has no CUDA; install requirements.txt into an environment of its own"
+    responses, parallel, vllm = args.responses_per_prompt(), machine.tensor_parallel, machine.uses_vllm
+    sequences = args.prompts_per_batch * args.train_samples
+    here, cuda = not machine.plan, torch.cuda.is_available()  # a plan may be of another machine
+    driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
+    on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
+    # all that is wrong is told at once, so that three bad flags do not take three starts
     table = [  # (what is wrong, sentence)
         (responses < 2,
          f"the responses per prompt are {responses}, but must be at least 2: an advantage compares them."),
-        (responses >= 2 and not least <= args.train_samples <= responses,
-         f"--train_samples is {args.train_samples}, but must be at least {least} and at most {responses}, "
-         "the responses per prompt."),
+        (responses >= 2 and not args.MIN_TRAIN_SAMPLES <= args.train_samples <= responses,
+         f"--train_samples is {args.train_samples}, but must be at least {args.MIN_TRAIN_SAMPLES} and at "
+         f"most {responses}, the responses per prompt."),
         (args.num_minibatches > sequences,
          f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
          "responses of a batch (prompts_per_batch x train_samples)."),
@@ -164,14 +172,9 @@ def bad_flags(args) -> list[str]:
          f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
         (here and vllm and not has_vllm(),
          "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
-        (machine.wandb and not (sys.modules.get("wandb") or util.find_spec("wandb")),
-         "--wandb is given, but wandb is not installed here; `pip install wandb` or leave it out."),
-        (vllm and any(0 < value < 0.01 for value in (args.temperature, args.eval_temperature)),
-         f"--temperature is {args.temperature}, --eval_temperature (evaluate.py: --temperature) is "
-         f"{args.eval_temperature}, but vLLM raises less than 0.01 to that; give more or --sampler hf."),
-        (here and wanted and not (cuda or hidden),
-         f"this torch ({torch.__version__}) sees no GPU: {cause}. To use the CPU, set CUDA_VISIBLE_DEVICES= "
-         "(empty)."),
+        (here and driver and not (cuda or on_cpu),
+         f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
+         "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),
         (here and machine.offload != "none" and not cuda,
          f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
     return [sentence for wrong, sentence in table if wrong]
@@ -187,21 +190,22 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
-    args = tyro.cli(args_class, description=description)  # --help ends here, with the paper's values
+    # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
+    args = tyro.cli(args_class, description=description)
     signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
     if overrides := defaults_of(args.model, toy, smollm2):
         args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        given = options_dict(args)
-        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if given[name] == value)
+        chosen = options_dict(args)
+        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if chosen[name] == value)
         print0(f"{which} with these overrides of the paper's values:\n  {shown}")
     return args
 
 
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
-    """What replaces the paper's values for a model; for all but the built-in ones nothing."""
+    """What replaces the paper's values for a built-in model; for all others nothing."""
     return toy if model in TOYS else toy | smollm2 if model == "smollm2" else {}
 
 
@@ -210,7 +214,7 @@ SCHEDULE = ("lr", "warmup", "steps", "epochs")
 
 
 def parse_resumed(args_class: type, args, description: str):
-    """The arguments of the run in --out. What is given beside them wins and is printed."""
+    """The arguments of the run in --out. A flag of the command line wins over them, and is printed."""
     if not args.machine.out:
         raise UserError("--resume needs --out, the folder of the run to continue.")
     run = read_run(Path(args.machine.out))
@@ -218,13 +222,13 @@ def parse_resumed(args_class: type, args, description: str):
         raise UserError(f"--resume: {args.machine.out} is a run of {run['script']}.py.")
     # options that the script no longer has are dropped, new ones have their defaults
     names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
-    known = {name: value for name, value in run["args"].items() if name in names}
-    known["trust_remote_code"] = False  # never taken from a folder
-    if bad := out_of_range(make_args(args_class, known)):
+    recorded = {name: value for name, value in run["args"].items() if name in names}
+    recorded["trust_remote_code"] = False  # else a stranger's folder would run a stranger's code
+    if bad := out_of_range(make_args(args_class, recorded)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = tyro.cli(args_class, default=make_args(args_class, known), description=description)
+    args = tyro.cli(args_class, default=make_args(args_class, recorded), description=description)
     for name, value in options_dict(args).items():
-        was = known.get(name, "not in run.json")
+        was = recorded.get(name, "not in run.json")
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
         if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number

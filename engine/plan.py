@@ -11,7 +11,8 @@ import re
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
+from engine.base import UserError, first_line
+from engine.ranks import from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 from engine.logprobs import CHUNK
 
 GIB = 2 ** 30

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
-from engine.base import all_gather, distributed, on_rank_0, rank_and_ranks, timed
+from engine.base import timed
+from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
 from engine.logprobs import PackedHead, head_logprobs, packed_attention
 from engine.probe import trainers_way
 
@@ -211,7 +212,7 @@ class Policy:
             response.old_logp, response.entropy = logp_T, entropy_T
 
     def score_ref(self, responses: list, temperature: float) -> None:
-        """Set ref_logp [T]: of the frozen initial model."""
+        """Set ref_logp [T]: of the frozen base model."""
         for response, (logp_T, _) in zip(responses, self.score(responses, temperature)):
             response.ref_logp = logp_T
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from engine.base import Request, UserError, print0
+from engine.base import Request, UserError
+from engine.ranks import print0
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead, head_logprobs
 from engine.models import CHUNKED, PACKED
 

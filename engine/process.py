@@ -1,11 +1,12 @@
-"""How a script's processes start, stop at a signal, and end."""
+"""How a script's processes start, stop at a signal, and end.
+
+What is saved when a signal came is run.py's business."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import time
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError, all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
+from engine.base import UserError
 from engine.builtin import SMOLLM2, TOY
 from engine.options import parse
+from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
 
 
 def start_processes(options: dict, train: bool = True,
@@ -60,20 +62,15 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
-    rank = 0
+    rank, _ = rank_and_ranks()
     try:
-        rank, _ = rank_and_ranks()
         main(parse(args_class, toy, smollm2))
-    except (Exception, KeyboardInterrupt) as error:
-        for folder in begun:  # one that holds no more goes, so that the same command works again
-            if folder.is_dir() and not set(os.listdir(folder)) - BEGINNING:
-                shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, torch.OutOfMemoryError):
-            error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
-                           "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
-                           "--plan shows what takes it; --resume continues from the newest checkpoint.")
-        if not isinstance(error, UserError):
-            raise
+    except torch.OutOfMemoryError as error:
+        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
+                       "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
+                       "--plan shows what takes it; --resume continues from the newest checkpoint.")
+        raise
+    except UserError as error:
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
@@ -87,8 +84,6 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
-begun = []  # folders of the runs that this process began, and what is in them before anything is computed
-BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
 
 
@@ -104,13 +99,14 @@ def leave(code: int) -> None:
 class StopSignal:
     """The number of the signal that came (Ctrl-C: SIGINT), 0 before. The loop obeys it when a step is saved.
 
-    A second one ends the process at once; so does the first in an evaluation, if all steps are saved."""
+    In an evaluation, when all steps are saved, it ends the process at once. Further signals change nothing:
+    Slurm signals every process of a job, and torchrun passes on its own, so one stop may come twice."""
     # the end of a Slurm job, Ctrl-C, what Slurm's --signal and submitit send before it, a closed terminal
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
-        self.run_folder, self.saved, self.number, self.idle, self.came = run_folder, saved, 0, False, 0.0
+        self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
 
     def listen(self) -> None:
         """From now on a signal waits for the end of a step. nohup's ignored SIGHUP stays ignored."""
@@ -121,23 +117,15 @@ class StopSignal:
                     signal.signal(number, self)
 
     def __call__(self, number, frame) -> None:
-        # Slurm signals every process of a job, and torchrun then passes on its own: both are one signal
-        again = self.number and time.monotonic() - self.came > 2
-        if self.number and not again and not self.idle:
-            return
-        at_once, self.number, name = self.idle or again, number, signal.Signals(number).name
-        self.came = time.monotonic()
-        text = f"{name}: finishing this step, then writing a checkpoint (again: leave at once)"
-        if at_once:
+        first, name = not self.number, signal.Signals(number).name
+        self.number = self.number or number
+        text = f"{name}: finishing this step, then writing a checkpoint (Ctrl-\\: leave at once)"
+        if self.idle:
             text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"
-        for stream in (1, 2):
-            try:
-                os.write(stream, b"")
-            except OSError:  # it is a terminal that was closed: all that is printed from now on would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if rank_and_ranks()[0] == 0:  # the signal may have interrupted a print, which cannot be entered twice
+        if (first or self.idle) and rank_and_ranks()[0] == 0:
+            # no print(): the signal may have interrupted one, which cannot be entered twice
             os.write(2, f"\n{text}\n".encode())
-        if at_once:
+        if self.idle:
             leave(128 + number)
 
     @contextlib.contextmanager

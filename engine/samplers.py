@@ -16,8 +16,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import VARIABLES
-from engine.base import Request, Sample, UserError, all_gather, first_line, on_rank_0, print0, rank_and_ranks
-from engine.base import stop_texts, timed
+from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
+from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
 from engine.models import load_model
 from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
 

@@ -30,9 +30,9 @@ import common
 from common import Rollout
 from engine import builtin, options, process
 from engine.base import Sample
-from engine.log import read_metrics
 from engine.models import load_model
 from engine.policy import Policy
+from engine.run_folder import read_metrics
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -221,7 +221,7 @@ VOTES = {0: "ggggaab-", 1: "aaagggbw", 2: "abc-gwba", 3: "aaaaaaag", 4: "ggggggg
 INITIAL_VOTES = {0: "gaabbcw-", 1: "aaaaaagg", 2: "--------", 3: "gggggggg", 4: "aaabbbcc"}  # before step 1
 ANSWERS = dict(a="101", b="202", c="303", w="no idea")
 
-VERBS = "restore sample decode check_sampler minibatches save_when_due".split()
+VERBS = "restore sample decode minibatches".split()
 
 # Temperature, KL and entropy count, the second minibatch leaves the clip range, several micro-batches
 WATCHED = dict(steps=1, prompts_per_batch=5, votes=8, train_samples=6, max_new_tokens=20, temperature=0.8,
@@ -258,7 +258,6 @@ class Watched:
     def __init__(self, script: str, out: Path, answers=VOTES, noise=0.3, meddle=None, **flags):
         self.script, self.out, self.answers, self.noise, self.meddle = script, out, answers, noise, meddle
         self.module, self.flags = load_script(script), flags
-        self.calls = []      # the loop's verbs, in order
         self.generated = []  # the sampler's calls: requests, options; fresh: it had the policy's weights
         self.samples = []    # common.sample's calls: step, prompts, n, limits, groups, and tokens as sampled
         self.groups = []     # log.vote's calls: step, prompt, responses, rewards, label ...
@@ -302,23 +301,14 @@ class Watched:
         return {name: p.grad.clone() for name, p in named if p.requires_grad}
 
     def _spy(self, run) -> None:
-        call = self.calls.append
         self.weights["initial"] = self.policy_weights()
         spy(common, "restore", after=self._started)
         spy(common, "sample", before=self._will_sample, after=self._sampled)
         spy(common, "decode", after=self._decoded)
-        spy(common, "check_sampler", before=lambda run, train: call("compare"))
         spy(common, "minibatches", after=self._split)
-        spy(common, "save_when_due", before=lambda run, step, optimizer: call("save"))
         spy(run.log, "vote", before=self._voted)
-        spy(run.log, "step", before=lambda step, trained, **own: call("end"))
-        spy(run.sampler, "load", before=lambda tensors: call("sync"))
         spy(run.sampler, "generate", after=self._cut)
         spy(run.sampler, "generate", before=self._will_generate)
-        spy(run.sampler, "sleep", before=lambda: call("sleep"))
-        spy(run.policy, "score_old", before=lambda responses, *options: call("score_old"))
-        if run.reference:
-            spy(run.reference, "score_ref", before=lambda responses, temperature: call("score_ref"))
         spy(run.policy, "logprobs", before=self._forward)
 
     def _started(self, result, run, optimizer) -> None:
@@ -334,7 +324,6 @@ class Watched:
         policy, sampler = self.policy_weights(), dict(self.run.sampler.model.named_parameters())
         fresh = all(torch.equal(policy[name], p.float()) for name, p in sampler.items())
         options = dict(temperature=temperature, top_p=top_p, top_k=top_k)
-        self.calls.append("generate")
         self.generated.append(SimpleNamespace(requests=requests, fresh=fresh, **options))
 
     def _cut(self, groups, requests, temperature, top_p=1.0, top_k=0, **stop) -> None:
@@ -371,7 +360,6 @@ class Watched:
             label=label, negatives=negatives))
 
     def _split(self, minibatches, args, step, train) -> None:
-        self.calls.append("split")
         for group in self.groups:
             if group.step == step:
                 group.trained = [i for i, response in enumerate(group.responses) if response in train]
@@ -398,7 +386,6 @@ class Watched:
 
     def _will_step(self, closure=None) -> None:
         if self.updates:  # else a checkpoint makes the optimizer's state
-            self.calls.append("update")
             self.update.stepped, self.update.lr = True, self.optimizer.param_groups[0]["lr"]
             self.update.clipped = self.gradient()
 

@@ -179,7 +179,7 @@ def restrain_targets(seen, group) -> tuple[list[Target], object]:
     counts = Counter(answer for answer in answers if answer is not None)
     votes, n = max(counts.values(), default=0), len(answers)
     u = 1.0
-    if args.prompt_weighting == "offline":  # of the initial model's own responses
+    if args.prompt_weighting == "offline":  # of the base model's own responses
         before = next(s for s in seen.samples if s.step == 0)
         initial = [r.answer for r in before.groups[before.prompts.index(group.prompt)]]
         given = [answer for answer in initial if answer is not None]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import ttrl
 from engine import plan
 from engine.base import Request, UserError
-from engine.log import read_metrics
+from engine.run_folder import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import CHUNKED, PACKED, load_model, read_config
 from engine.options import Machine, make_args

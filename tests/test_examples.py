@@ -4,10 +4,8 @@ import doctest
 import functools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
-import test_fork_template
 import test_ranks
 import torch
 from conftest import EXAMPLES, ROOT, VOTES, load_script, patched, read_lines, run_toy, spy
@@ -148,7 +146,7 @@ def crossed_reward(seen, group):
 
 
 def initial_reward(seen, group):
-    """SRT: the label is the vote of the initial model's responses, sampled before step 1."""
+    """SRT: the label is the vote of the base model's responses, sampled before step 1."""
     before, = (sampled for sampled in seen.samples if sampled.step == 0)
     initial = [response.answer for response in before.groups[before.prompts.index(group.prompt)]]
     return [float(answer is not None and answer == vote(initial)) for answer in answers_of(group)]
@@ -275,20 +273,7 @@ def test_the_rephrased_column_is_asked(tmp_path, watch):
         run_toy(fork, tmp_path / "bad", rephrased_field="other", **options)
 
 
-# --------------------------------------------------- resume, ranks ----------------------------------------
-@pytest.mark.parametrize("name", ["dynamic_sampling", "flip_rate"])  # which keep a state
-def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, monkeypatch, watch):
-    short = test_fork_template.SHORT | dict(prompts_per_batch=4)
-    if name == "flip_rate":  # five problems, seen in all steps
-        short |= dict(dataset=str(watch.problems), prompts_per_batch=5)
-    monkeypatch.setattr(test_fork_template, "fork", load_script(name))
-    run_toy(test_fork_template.fork, tmp_path / "run", **short)
-    run = SimpleNamespace(folder=tmp_path, options=short)
-    test_fork_template.test_a_resumed_run_repeats_the_uninterrupted_one(run, tmp_path)
-    if name == "flip_rate":
-        assert read_lines(tmp_path / "again/metrics.jsonl")[1]["flip_rate"] > 0
-
-
+# ------------------------------------------------------- ranks ---------------------------------------------
 @pytest.mark.slow
 def test_two_ranks_compute_the_update_of_one(tmp_path, monkeypatch):
     """Every example, one step of two minibatches."""

@@ -86,22 +86,20 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
-@pytest.mark.parametrize("cuda", ["13.0", None])  # None: the demo's torch, on a machine with a driver
 @pytest.mark.parametrize("flags, hidden, refused", [
     (dict(model="Qwen/Qwen3-4B"), None, True), (dict(model="Qwen/Qwen3-4B"), "0,1", True),
     (dict(model="Qwen/Qwen3-4B"), "", False), (dict(model="Qwen/Qwen3-4B", plan=True), None, False),
     (dict(model="smollm2"), None, False), ({}, None, False)])
-def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, refused, cuda):
+def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, refused):
     """Else a driver that is too old means training on the CPU. CUDA_VISIBLE_DEVICES= asks for that."""
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr("os.path.exists", lambda path: path == "/proc/driver/nvidia")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     errors = "".join(options.make_args(ttrl.Args, flags).errors())
-    cause = "nvidia-smi shows" if cuda else "it has no CUDA; install requirements.txt into an env"
-    assert (f"this torch ({torch.__version__}) sees no GPU: {cause}" in errors) == bool(errors) == refused
+    assert (f"this torch ({torch.__version__}) sees no GPU. It needs driver" in errors) == refused
+    assert bool(errors) == refused
 
 
 @pytest.mark.parametrize("ranks_here, offload, threads", [("4", True, 2), ("16", True, 1), ("4", False, 1)])

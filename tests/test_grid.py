@@ -128,7 +128,7 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
              {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
     said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), "toy")
     assert said.startswith("Right answers on test: greedy from 6% to 70%, sampled from 30% to 60%. The "
-                           "untrained model's vote of 32 was right on 68%. Majorities in training, first ")
+                           "base model's majority vote (maj@32) was right on 68%. Majorities in training, ")
     assert report.told(lines[2:], {}, "") == "Right answers on test: greedy 70%, sampled 60%. "
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS, SMALL, run_toy
-from docs.pictures import PICTURES, main
-from docs.site_hooks import functions, line_of
+from lab.pictures import PICTURES, main
+from docs.site.hooks import functions, line_of
 
 import common
 import ttrl
@@ -104,7 +104,7 @@ def fresh(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [draw.__name__ for draw in PICTURES])
 def test_a_picture_shows_what_it_draws(name, fresh):
-    """A formula, a threshold or a step of a loop changed: `python -m docs.pictures` draws them anew."""
+    """A formula, a threshold or a step of a loop changed: `python -m lab.pictures` draws them anew."""
     committed = (ROOT / f"docs/images/pictures/{name}.svg").read_text()
     drawn = (fresh / f"{name}.svg").read_text()
     words = r"<(?:text|tspan)[^>]*>([^<]*)"

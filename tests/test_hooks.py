@@ -115,6 +115,24 @@ def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
     assert (tmp_path / "run/script-2.py").read_text() == text + "\n# another idea\n"
 
 
+# ------------------------------------------------ own problems -------------------------------------------
+def test_chats_that_end_alike_are_different_problems(tmp_path, monkeypatch):
+    """In the first epoch none was seen before, and each has a vote of its own."""
+    runs, begin = [], common.start
+
+    def chats(args, **task):
+        runs.append(begin(args, **task))
+        for problem in runs[0].problems:
+            problem.before, problem.question = [("user", problem.question)], "What is the answer?"
+        return runs[0]
+
+    monkeypatch.setattr(common, "start", chats)
+    lines = run_toy(ttrl, tmp_path / "run", **SMALL | TINY | dict(steps=2))
+    assert not any("flip_rate" in line for line in lines)
+    assert len({vote["problem"] for vote in read_lines(tmp_path / "run/votes.jsonl")}) == 4
+    assert {step for step, _ in runs[0].sampled} == {2}  # a long run does not keep those of all steps
+
+
 # ------------------------------------------------ own sampling -------------------------------------------
 def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
     seen = []
@@ -138,6 +156,12 @@ def tensor_in_state(args, **task):
     return run
 
 
+def number_in_state(args, **task):
+    run = start(args, **task)
+    run.state[1] = 2
+    return run
+
+
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, but are"),
@@ -153,7 +177,8 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      "the metric 'mine' must be a number"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, reward=5.0),
      "got multiple values for keyword argument 'reward'"),
-    (common, "start", tensor_in_state, r"run\.state is .*tensor.*, but must hold what JSON keeps"),
+    (common, "start", tensor_in_state, "Object of type Tensor is not JSON serializable"),
+    (common, "start", number_in_state, r"run\.state is \{1: 2\}, but must hold what JSON keeps"),
     (common, "start", lambda args: start(args, read_answer=last_digit, answer_keys=lambda answers: [[]] * 9),
      r"zip\(\) argument 2 is longer than argument 1")]
 

@@ -20,7 +20,8 @@ import evaluate
 import restrain
 import ttrl
 from common import Problem, Rollout, majority
-from engine.base import UserError, read_run
+from engine.base import UserError
+from engine.run_folder import read_run
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
 from engine.log import model_card, sample_record
 
@@ -257,7 +258,7 @@ def test_a_grader_that_is_not_installed_is_said(launch, monkeypatch):
 
 
 def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
-    """pass@1 and every response, of the last step's checkpoint and of final/, not of the start model."""
+    """pass@1 and every response, of the last step's checkpoint and of final/, not of the base model."""
     run = tmp_path / "run"  # with a learning rate that changes what the model says
     run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
     said, results = {}, {}

@@ -20,8 +20,9 @@ from equations import relative_error
 from safetensors.torch import load_file, save_file
 
 import ttrl
-from engine.base import Request, gather_shares, share_of_rank, split_requests
-from engine.log import read_metrics
+from engine.base import Request
+from engine.ranks import split_requests
+from engine.run_folder import read_metrics
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
@@ -338,10 +339,10 @@ def shared(folder, model, ranks, parallel) -> list[dict]:
 
 
 def texts(out) -> list[list[str]]:
-    found = []
+    texts_of_prompts = []
     for record in read_lines(out / "samples.jsonl"):
-        found.append([response["text"] for response in record["responses"]])
-    return found
+        texts_of_prompts.append([response["text"] for response in record["responses"]])
+    return texts_of_prompts
 
 
 @pytest.mark.slow
@@ -359,24 +360,6 @@ def test_the_same_run_with_shared_engines(tmp_path, llama):
     assert texts(tmp_path / "4-2") == texts(tmp_path / "1-1")
 
 
-@pytest.mark.parametrize("per_engine", [1, 2, 4])
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
-def test_shares_of_engines(count, per_engine, monkeypatch):
-    """Four ranks, one by one: every item once and in order, on all; ranks of an engine share theirs."""
-    sent, received = [], []
-
-    def on_rank(rank, gather):
-        monkeypatch.setattr("engine.base.rank_and_ranks", lambda: (rank, 4))
-        monkeypatch.setattr("engine.base.all_gather", gather)
-        return gather_shares(share_of_rank(list(range(count)), per_engine), per_engine)
-
-    for rank in range(4):
-        on_rank(rank, lambda part: sent.append(part) or [[]] * 4)
-    received = [on_rank(rank, lambda part: sent) for rank in range(4)]
-    assert received == [list(range(count))] * 4
-    assert [part is None for part in sent] == [rank % per_engine > 0 for rank in range(4)]
-
-
 @pytest.mark.parametrize("engines, prompts, n, expected", [
     (4, 2, 6, [[3], [3], [3], [3]]), (3, 2, 7, [[2, 2], [2, 2], [3, 3]]), (8, 3, 2, [[1]] * 6 + [[]] * 2),
     (2, 3, 6, [[6, 6], [6]]), (1, 2, 6, [[6, 6]])])
@@ -384,12 +367,9 @@ def test_more_engines_than_prompts_share_these(engines, prompts, n, expected):
     """Samples of each piece of an engine. Sample i of a prompt draws from its seed + i, whoever makes it."""
     work = [(prompt, Request([prompt], n, 100 * prompt, 9)) for prompt in range(prompts)]
     pieces, parts = split_requests(work, n, engines)
-    shares = [pieces[engine::engines] for engine in range(engines)]
-    for share, sizes in zip(shares, expected, strict=True):
-        assert [request.n for _, request in share] == sizes
+    for engine, sizes in enumerate(expected):
+        assert [request.n for _, request in pieces[engine::engines]] == sizes
     for prompt in range(prompts):
-        own = pieces[prompt * parts:(prompt + 1) * parts]
-        seeds = [request.seed + i for _, request in own for i in range(request.n)]
+        own = [request for _, request in pieces[prompt * parts:(prompt + 1) * parts]]
+        seeds = [request.seed + i for request in own for i in range(request.n)]
         assert seeds == [100 * prompt + i for i in range(n)]
-        assert {(name, *request.prompt_ids, request.max_new_tokens) for name, request in own} == {
-            (prompt, prompt, 9)}

@@ -1,4 +1,4 @@
-"""RESTRAIN: the limits of its formulas, by hand. (Stored votes of the initial model: test_run.py.)"""
+"""RESTRAIN: the limits of its formulas, by hand. (Stored votes of the base model: test_run.py.)"""
 
 import math
 

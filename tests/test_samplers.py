@@ -40,7 +40,7 @@ def sampler(request):
     if request.param == "hf":
         return HFSampler(TOY, STOP, CPU, torch.float32)
     if not has_vllm():
-        pytest.fail("vLLM does not import; install requirements-cpu.txt")
+        pytest.fail("vLLM does not import; install requirements/cpu.txt")
     return VLLMSampler(TOY, STOP, CPU, torch.float32, 1, Machine(), 448)
 
 
@@ -211,7 +211,7 @@ def test_a_run_with_a_stale_engine_is_stopped(sampler, tmp_path, monkeypatch):
     assert len(lines) == 2 and max(line["logp_diff_max"] for line in lines) < 1e-4
     sampler.load(make_policy().named_tensors())
     monkeypatch.setattr(sampler, "load", lambda tensors: None)
-    with pytest.raises(UserError, match="the sampler does not run the current policy"):
+    with pytest.raises(UserError, match="sampler and trainer disagree"):
         run_toy(ttrl, tmp_path / "stale", **flags)
     assert len(read_lines(tmp_path / "stale/metrics.jsonl")) == 1
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import evaluate
 import ttrl
-from tools import compare
+from lab import compare
 from toy import make_toy
 
 METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]

@@ -126,7 +126,7 @@ def as_text(vote: Vote, embed=None) -> str:
 
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:
-    """n responses of the initial model to each of the first problems."""
+    """n responses of the base model to each of the first problems."""
     options = defaults_of(model) | dict(model=model)
     options |= dict(eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n, prompts_per_batch=1,
                     num_minibatches=1, dataset=dataset or options.get("dataset", ""))

@@ -15,7 +15,8 @@ import sys
 from collections import ChainMap
 from pathlib import Path
 
-from engine.base import UserError, first_line, from_torchrun, print0, rank_and_ranks
+from engine.base import UserError, first_line
+from engine.ranks import from_torchrun, print0, rank_and_ranks
 from engine.checkpoint import complete
 from engine.plan import ASLEEP, GIB, OVERHEAD, USABLE, fitting, gpu_memory, parameters_of, update_memory
 from transformers import AutoConfig

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError
-from engine.log import has_evaluation, read_jsonl, read_metrics
+from engine.run_folder import has_evaluation, read_jsonl, read_metrics
 
 OPTIMIZER = "loss kl grad_norm clip_fraction logp_diff_max prompt_weight lr skipped_updates".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
@@ -116,7 +116,7 @@ def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
         said = f"Right answers on {test}: {', '.join(scores)}. "
         votes = max((int(name[4:]) for name in first if name.startswith("maj@")), default=1)
         if votes > 1 and evaluated[0]["step"] == 0:
-            said += f"The untrained model's vote of {votes} was right on {first[f'maj@{votes}']}. "
+            said += f"The base model's majority vote (maj@{votes}) was right on {first[f'maj@{votes}']}. "
     if "learned" in found:
         said += (f"Majorities in training, first and last: {found['corrupted']:.0%} of the problems were "
                  f"corrupted (right, then wrong), {found['learned']:.0%} learned (wrong, then right), "

@@ -1,6 +1,6 @@
 """The pages' pictures, one for each idea, drawn from the scripts' own functions: docs/images/pictures/*.svg.
 
-    python -m docs.pictures           # writes them all anew, in seconds; or into the folder that it is given
+    python -m lab.pictures           # writes them all anew, in seconds; or into the folder that it is given
 
 No number is typed in that a function of the project can give. What was measured is named where it stands.
 """
@@ -29,7 +29,7 @@ COLOUR = {name: colour for name, (colour, _) in STYLES.items()}
 INK, GREY, PALE, GREEN, RED = "#222222", "#6b6b6b", "#e4e4e4", "#00724f", "#b34700"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "axes.titlesize": 10, "legend.fontsize": 8.5,
          "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
-FORK_POSITION = 0.27  # of the trunk, measured: `python -m claims.claims ET1a`, the metric fork_position
+FORK_POSITION = 0.27  # of the trunk, measured: `python -m lab.claims.claims ET1a`, the metric fork_position
 
 
 def steps_of(script: str) -> dict[int, list[str]]:

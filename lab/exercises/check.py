@@ -1,4 +1,4 @@
-"""Checks an exercise: `python -m exercises.check 3`; without a number, all six.
+"""Checks an exercise: `python -m lab.exercises.check 3`; without a number, all six.
 
 Your function is compared with the script's own on random inputs: the solutions are the scripts."""
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXERCISES = dict(enumerate("""ttrl.majority_reward ttrl.group_advantages scrl.pseudo_labels
     restrain.restrain_advantages ettrl.reshape_advantages ttrl.k3""".split(), 1))  # number: script.function
 
@@ -118,8 +118,8 @@ def same(ours, theirs) -> bool:
 def check(number: int, function=None) -> bool:
     """Whether an exercise is right; prints what to tell the student. function: instead of the file's."""
     script, name = EXERCISES[number].split(".")
-    file = next(ROOT.glob(f"exercises/ex{number}_*.py")).stem
-    function = function or getattr(importlib.import_module(f"exercises.{file}"), name)
+    file = next(ROOT.glob(f"lab/exercises/ex{number}_*.py")).stem
+    function = function or getattr(importlib.import_module(f"lab.exercises.{file}"), name)
     right = solution(number)
     for hint, make in INPUTS[number]:
         inputs = [make(random.Random(seed)) for seed in range(50)]
@@ -131,7 +131,7 @@ def check(number: int, function=None) -> bool:
         return True
     arguments, found, expected = min(wrong, key=lambda row: len(str(row[0])))
     if isinstance(found, NotImplementedError):
-        print(f"Exercise {number} is open: write {name}. The task: exercises/{file}.py.")
+        print(f"Exercise {number} is open: write {name}. The task: lab/exercises/{file}.py.")
         return False
     print(f"Exercise {number} is wrong for {name}{tuple(arguments)}\n    yours: {found!r}\n"
           f"    {script}.py: {expected}\n{hint}")
@@ -139,7 +139,7 @@ def check(number: int, function=None) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m exercises.check", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser("python -m lab.exercises.check", description=__doc__.split("\n\n")[1])
     parser.add_argument("number", type=int, nargs="?", choices=EXERCISES, help="without it, all are checked")
     number = parser.parse_args().number
     sys.exit(sum(not check(each) for each in ([number] if number else EXERCISES)))

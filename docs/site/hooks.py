@@ -1,6 +1,6 @@
 """What MkDocs must know of this repository: code as pages, equations' functions, the notebook, the formulas.
 
-mkdocs.yml names this file; `make docs` runs it, in an environment of its own (requirements-docs.txt).
+mkdocs.yml names this file; `make docs` runs it in an environment of its own, of requirements/docs.txt.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 KATEX = ROOT / ".docs/node_modules/katex/dist"
 CODE = ["ttrl.py", "evol_rl.py", "scrl.py", "restrain.py", "ettrl.py", "dynamic_rl.py", "common.py"]

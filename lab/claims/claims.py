@@ -1,11 +1,11 @@
 """The papers' claims, tested on the two toys: votes of the base model, and pairs of the leaderboard's rows.
 
-    python -m claims.claims list     # every claim and its verdict so far
-    python -m claims.claims votes    # what labels are worth: the base model is sampled once, no training
-    python -m claims.claims page     # docs/claims.md and claims/README.md, from docs/leaderboard.json
+    python -m lab.claims.claims list     # every claim and its verdict so far
+    python -m lab.claims.claims votes    # what labels are worth: the base model is sampled once, no training
+    python -m lab.claims.claims page     # docs/claims.md and this folder's README.md, from the stored rows
 
-A claim is a row of claims/claims.csv, committed before its runs. How verdicts are made: claims/README.md.
-Rows are trained and stored by tools.compare.
+A claim is a row of claims.csv, committed before its runs. How verdicts are made: README.md.
+Rows are trained and stored by lab.compare.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ import restrain
 import scrl
 import ttrl
 from engine.base import UserError
-from tools import compare
+from lab import compare
 from tools.explain import sample_votes
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, IMAGES = ROOT / "claims/votes.json", ROOT / "docs/images/claims"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, IMAGES = ROOT / "lab/claims/votes.json", ROOT / "docs/images/claims"
 TURNING = ROOT / "docs/images/turning.png"
 SIZES, SUBSETS = (8, 16, 32), 8  # votes counted of those sampled, random subsets per problem; 16 is judged
 
 
 @dataclass
 class Claim:
-    """A row of claims/claims.csv."""
+    """A row of claims.csv."""
     id: str
     says: str        # the paper's sentence
     here: str        # what is tested of it
     place: str
     arms: list[str]  # rows of the leaderboard, "first step", a number; of VOTES: two measures of `vote_row`
     regime: str      # uneven, even; VOTES: no training, the unit is the problem
-    metric: str      # a column of the leaderboard, or of tools.compare's CURVES
+    metric: str      # a column of the leaderboard, or of lab.compare's CURVES
     direction: int   # of first arm less second, as the paper has it
     margin: float    # what the mean must exceed, in the metric's unit
     note: str        # what one must know
@@ -60,7 +60,7 @@ class Claim:
 
 
 CLAIMS = []
-for row in csv.DictReader(open(ROOT / "claims/claims.csv", encoding="utf-8")):
+for row in csv.DictReader(open(ROOT / "lab/claims/claims.csv", encoding="utf-8")):
     row["arms"] = [row.pop("first"), row.pop("second")]
     CLAIMS.append(Claim(**row | dict(direction=int(row["direction"]), margin=float(row["margin"]))))
 
@@ -233,7 +233,7 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
 
 
 def draw_turning(stored: dict, out: Path) -> None:
-    """How often the majorities on the training problems with "fewer" are right, over the steps of each run."""
+    """How often the majorities on training problems with "fewer" are right, over the steps of each run."""
     colors = {"TTRL": "C0", "SCRL": "C1", "RESTRAIN": "C2", "gold labels": "0.6"}
     figure, axes = pyplot.subplots(1, len(stored), figsize=(7.2, 3), layout="constrained", sharey=True)
     for axis, (regime, kept) in zip(axes, stored.items()):
@@ -271,16 +271,17 @@ def page_rows() -> dict[str, dict]:
 
 def pages() -> dict[Path, str]:
     """{path: text}, from the records, the results and the templates."""
-    texts = jinja2.FileSystemLoader(ROOT / "claims/templates")
+    texts = jinja2.FileSystemLoader(ROOT / "lab/claims/templates")
     jinja = jinja2.Environment(loader=texts, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                                undefined=jinja2.StrictUndefined)
-    paths = ROOT / "docs/claims.md", ROOT / "claims/README.md"
+    paths = ROOT / "docs/claims.md", ROOT / "lab/claims/README.md"
     return {path: jinja.get_template(path.name).render(rows=page_rows()) for path in paths}
 
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m claims.claims", description=__doc__, formatter_class=shape)
+    name = "python -m lab.claims.claims"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=shape)
     parser.add_argument("what", choices=["list", "votes", "page"], help="as above")
     parser.add_argument("--model", default="", help="of votes: Hub id or folder; empty: the toy; smollm2")
     parser.add_argument("--dataset", default="toy", help="of votes: Hub id, short name or file")

@@ -1,6 +1,6 @@
-"""exercises.check: right answers pass, wrong ones are refused with the input on which they fail.
+"""lab.exercises.check: right answers pass, wrong ones are refused with the input on which they fail.
 
-And what the lab's environment, requirements-lab.txt, does without."""
+And what the lab's environment, requirements/lab.txt, does without."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from common import UserError
 from evol_rl import Embedder
-from exercises.check import EXERCISES, INPUTS, check, solution
+from lab.exercises.check import EXERCISES, INPUTS, check, solution
 
 
 def by_shares(classes, entropies, tau_pos=0.375, tau_marg=0.125, tau_neg=0.125):

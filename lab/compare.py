@@ -1,11 +1,11 @@
 """An idea beside six papers and their controls: five runs on a toy, then one row with its intervals.
 
-    python -m tools.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
-    python -m tools.compare --on even my_idea.py              # on the toy where nothing corrects the vote
-    python -m tools.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
-    python -m tools.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
-    python -m tools.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
-    python -m tools.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
+    python -m lab.compare my_idea.py                        # trains seeds 1 to 5, then prints the table
+    python -m lab.compare --on even my_idea.py              # on the toy where nothing corrects the vote
+    python -m lab.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
+    python -m lab.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
+    python -m lab.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
+    python -m lab.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
 
 The stored rows, and what they mean: docs/leaderboard.md. Ctrl-C ends the runs after a checkpoint; called
 again, the command resumes them and keeps those that are finished. Do not edit the script before its last seed
@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy
 from scipy import stats
 
-from engine import log
 from engine.base import UserError
+from engine.run_folder import code_digest, has_evaluation, read_jsonl, read_metrics
 from tools.report import fates
 from toy.make_toy import phrases
 
@@ -48,7 +48,7 @@ BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --
         "--num_minibatches 1 --eval_samples 16")
 # Where the summary of both toys stands: the first table behind the mark.
 SUMMARIES = [ROOT / "README.md", ROOT / "docs/measured.md"]
-MARK, TABLE = "<!-- this table is written by tools.compare -->", r"(?m)(?:^\|.*\n)+"
+MARK, TABLE = "<!-- this table is written by lab.compare -->", r"(?m)(?:^\|.*\n)+"
 # Greedy accuracy is kept problem by problem: (column, benchmark, which of its problems).
 GREEDY = [("test", "test", None), ("fewer", "test", True), ("others", "test", False),
           ("4 operations", "ood", None), ("train", "", None)]
@@ -63,7 +63,7 @@ MARGIN = 0.03  # two rows are called equal if the interval of their difference l
 def is_done(folder: Path, args: dict) -> bool:
     """Whether a run has saved its final model and, if it evaluates, evaluated it, which comes after."""
     saved = (folder / "final").exists()
-    return saved and (not args.get("eval") or log.has_evaluation(log.read_metrics(folder)[-1]))
+    return saved and (not args.get("eval") or has_evaluation(read_metrics(folder)[-1]))
 
 
 def is_finished(folder: Path, command: list[str]) -> bool:
@@ -74,7 +74,7 @@ def is_finished(folder: Path, command: list[str]) -> bool:
     script, *flags = command
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
-    if given[1:] != flags or run.get("code") != log.code_digest(ROOT / script):
+    if given[1:] != flags or run.get("code") != code_digest(ROOT / script):
         raise UserError(f"{folder} holds a run of other code or arguments; delete it or give another --out.")
     return is_done(folder, run.get("args", {}))
 
@@ -96,13 +96,13 @@ def run_all(jobs: dict[Path, list[str]], workers: int) -> None:
     However this ends, no run is left behind: on SIGTERM each finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if not is_finished(folder, command)]
-    codes = {folder: log.code_digest(ROOT / command[0]) for folder, command in jobs.items()}
+    codes = {folder: code_digest(ROOT / command[0]) for folder, command in jobs.items()}
     running: dict[Path, subprocess.Popen] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 folder = waiting.pop(0)
-                if log.code_digest(ROOT / jobs[folder][0]) != codes[folder]:
+                if code_digest(ROOT / jobs[folder][0]) != codes[folder]:
                     raise UserError(f"{jobs[folder][0]}, or code that it uses, was edited before all seeds "
                                     "started. Undo that, or train all of them anew in another --out.")
                 running[folder] = start(folder, jobs[folder])
@@ -176,11 +176,11 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
         had = about["args"] | about.get("identity", {})
         for key, values in task.items():
             if had.get(key) not in values:
-                raise UserError(f"{folder} has another {key} than the stored rows; let tools.compare train.")
-        lines = log.read_metrics(folder)
+                raise UserError(f"{folder} has another {key} than the stored rows; let lab.compare train.")
+        lines = read_metrics(folder)
         steps = [line for line in lines if "seconds/step" in line]
-        scores = [line for line in lines if log.has_evaluation(line)][-1]
-        last = {row["benchmark"]: row for row in log.read_jsonl(folder / "evaluations.jsonl")}
+        scores = [line for line in lines if has_evaluation(line)][-1]
+        last = {row["benchmark"]: row for row in read_jsonl(folder / "evaluations.jsonl")}
         run = dict(seed=about["args"]["seed"], greedy={})
         for part in ("", "test", "ood"):
             graded = last.get(f"{name}_{part}" if part else name, {})
@@ -189,7 +189,7 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
             if f"eval/{name}_test/{column}" in scores:
                 run[column] = round(scores[f"eval/{name}_test/{column}"], 4)
         if len(steps) > 1:  # it was trained
-            votes = log.read_jsonl(folder / "votes.jsonl")
+            votes = read_jsonl(folder / "votes.jsonl")
             run["fewer majorities"] = right_over_time(votes)
             happened = fates(votes)
             run |= {column: round(happened[column], 4) for column in FATES if column in happened}
@@ -330,7 +330,7 @@ def folders_of(options) -> dict[str, list[Path]]:
 
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.compare", description=__doc__, formatter_class=shape)
+    parser = argparse.ArgumentParser("python -m lab.compare", description=__doc__, formatter_class=shape)
     parser.add_argument("what", nargs="*", help="scripts with their switches, or folders of finished runs")
     parser.add_argument("--on", choices=REGIMES, default="uneven", help="the model and its problems")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="a run for each")

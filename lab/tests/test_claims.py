@@ -1,13 +1,13 @@
-"""claims.claims: records, verdicts and values; the runs themselves are its user's."""
+"""lab.claims.claims: records, verdicts and values; the runs themselves are its user's."""
 
 import dataclasses
 import random
 
 import pytest
 
-from claims import claims
-from claims.claims import CLAIMS, Claim
-from tools import compare
+from lab.claims import claims
+from lab.claims.claims import CLAIMS, Claim
+from lab import compare
 
 PAIR = Claim("X", "", "", "", ["a", "b"], "uneven", "pass@1", +1, .05, "")
 

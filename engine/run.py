@@ -1,0 +1,79 @@
+"""A run: what it consists of, how it continues after a stop, and when it is saved.
+
+What a checkpoint is on disk is checkpoint.py's business, how a signal is heard process.py's. `common.start`
+puts a Run together."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.checkpoint import load, save
+from engine.log import Log
+from engine.policy import Policy
+from engine.process import StopSignal
+from engine.ranks import all_gather, print0
+from engine.samplers import HFSampler, VLLMSampler
+
+
+@dataclass
+class Run:
+    """What a run consists of; `common.start` makes it. Then only state and sampled change."""
+    args: object
+    tokenizer: object
+    problems: list
+    benchmarks: dict[str, list]
+    total_steps: int
+    policy: Policy | None
+    reference: Policy | None  # the frozen base model; None without a KL term
+    sampler: HFSampler | VLLMSampler
+    log: Log
+    stop: StopSignal
+    device: torch.device
+    dtype: torch.dtype
+    answer_keys: Callable | None
+    read_answer: Callable | None
+    generate: Callable | None
+    state: dict = field(default_factory=dict)  # what a script wants checkpoints to keep, as JSON
+    sampled: set = field(default_factory=set)  # (step, prompt.id) of what this step has sampled
+
+
+def restore(run, optimizer) -> int:
+    """Load the newest checkpoint with --resume; return the steps that are done."""
+    args, done = run.args, run.stop.saved
+    run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
+    if done:
+        run.state = load(run.log.path, done, run.policy, optimizer)
+        print0(f"Resumed from step {done}.")
+    if done >= run.total_steps:
+        print0(f"All {run.total_steps} steps are done; a larger --steps continues.")
+    else:
+        print0(f"Steps {done + 1} to {run.total_steps}: {args.prompts_per_batch} prompts x "
+               f"{args.responses_per_prompt()} responses, {args.train_samples} of them trained on.")
+    run.stop.listen()  # only now: a signal before the first step has nothing to save, and ends the process
+    run.log.begin(run.total_steps, run.benchmarks)
+    return done
+
+
+def save_when_due(run, step: int, optimizer) -> None:
+    """Write a checkpoint: every --checkpoint_every steps, after the last one, before an evaluation, and when
+    a signal came, which then ends the run.
+
+    Raises ValueError or TypeError if run.state holds what JSON does not keep."""
+    if json.loads(json.dumps(run.state)) != run.state:  # a number as a key would come back as a text
+        raise ValueError(f"run.state is {repr(run.state)[:80]}, but must hold what JSON keeps: text as "
+                         "keys, and lists, dicts, text, numbers, True, False, None")
+    every, last = run.args.machine.checkpoint_every, step == run.total_steps
+    signaled = max(all_gather(run.stop.number))  # it may have reached one rank alone
+    if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
+        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
+        run.stop.saved = step
+    if signaled and not last:
+        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
+               f"--out {run.log.path}")
+        sys.exit(128 + signaled)

@@ -74,13 +74,18 @@ def value(run: dict, metric: str, first: bool = False) -> float:
     return run[metric][0 if first else 1] if metric in compare.CURVES else run[metric]
 
 
-def values_of(claim: Claim, arm: str, rows: dict[str, dict]) -> list[float]:
-    """One value of an arm for each seed of the first arm."""
-    runs = rows[claim.arms[0]]["runs"]
-    if arm in rows:
-        own = {run["seed"]: run for run in rows[arm]["runs"]}
-        return [value(own[run["seed"]], claim.metric) for run in runs]
-    return [value(run, claim.metric, first=True) if arm == "first step" else float(arm) for run in runs]
+def paired_values(claim: Claim, rows: dict[str, dict]) -> list[list[float]]:
+    """[2, seeds] the values of both arms, of the seeds that both have. A single run stands for every seed."""
+    first, second = claim.arms
+    runs, metric = rows[first]["runs"], claim.metric
+    if second not in rows:
+        values = [value(run, metric, first=True) if second == "first step" else float(second) for run in runs]
+        return [[value(run, metric) for run in runs], values]
+    others = {run["seed"]: run for run in rows[second]["runs"]}
+    if len(others) == 1:
+        others = {run["seed"]: rows[second]["runs"][0] for run in runs}
+    pairs = [(value(run, metric), value(others[run["seed"]], metric)) for run in runs if run["seed"] in others]
+    return [list(values) for values in zip(*pairs)]
 
 
 # ------------------------------------------- the verdict ----------------------------------------------------
@@ -107,7 +112,7 @@ def judge(claim: Claim, rows: dict[str, dict]) -> dict:
                     second=[fmean(compare.greedy(run, claim.metric)) for run in others] or [float(second)])
         p = 2 * stats.norm.sf(abs(mean) / error) if error else 1.0
         return judged(claim, arms, mean, low, high, 3.24 * error, float(p))
-    arms = [values_of(claim, arm, rows) for arm in claim.arms]
+    arms = paired_values(claim, rows)
     differences = [a - b for a, b in zip(*arms, strict=True)]
     p = stats.ttest_rel(*arms).pvalue if any(differences) else 1.0
     t, power = stats.t.ppf([.975, .9], len(differences) - 1).tolist()

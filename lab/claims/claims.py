@@ -75,7 +75,7 @@ def value(run: dict, metric: str, first: bool = False) -> float:
 
 
 def paired_values(claim: Claim, rows: dict[str, dict]) -> list[list[float]]:
-    """[2, seeds] the values of both arms, of the seeds that both have. A single run stands for every seed."""
+    """[2, seeds] both arms' values, of the seeds that both have. A single run stands for every seed."""
     first, second = claim.arms
     runs, metric = rows[first]["runs"], claim.metric
     if second not in rows:
@@ -84,7 +84,8 @@ def paired_values(claim: Claim, rows: dict[str, dict]) -> list[list[float]]:
     others = {run["seed"]: run for run in rows[second]["runs"]}
     if len(others) == 1:
         others = {run["seed"]: rows[second]["runs"][0] for run in runs}
-    pairs = [(value(run, metric), value(others[run["seed"]], metric)) for run in runs if run["seed"] in others]
+    runs = [run for run in runs if run["seed"] in others]
+    pairs = [(value(run, metric), value(others[run["seed"]], metric)) for run in runs]
     return [list(values) for values in zip(*pairs)]
 
 

@@ -41,7 +41,7 @@ def printed(line: str, folder) -> dict[str, list]:
     """What a command of the guide prints, {"name": its values}; and texts."""
     done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
     found = defaultdict(list)
-    for words in ("Check: .*", "Think twice"):
+    for words in ("Verify: .*", "Think twice"):
         found[words.partition(":")[0]] = re.findall(words, done.stdout)
     for name, value in re.findall(r'"(\w+)":([-\d.e]+)', done.stdout):
         found[name].append(float(value))
@@ -52,7 +52,7 @@ WORKS = [  # what the page says that a command shows, of what it prints; in the 
     lambda found: found["reward"] and all(map(float.__lt__, found["reward"], found["majority_ratio"])),
     lambda found: found["reward"] and all(map(float.__gt__, found["reward"], found["majority_ratio"])),
     lambda found: found["sure"] and 0 < min(found["sure"]) <= max(found["sure"]) < 1,
-    lambda found: found["Check"] and max(found["logp_diff_max"]) < 1e-3,
+    lambda found: found["Verify"] and max(found["logp_diff_max"]) < 1e-3,
     lambda found: found["Think twice"],
     lambda found: set(found["zero_variance"]) == {1},
     lambda found: set(found["answered"]) == {1},

@@ -475,7 +475,7 @@ def test_a_gold_answer_with_another_digit_differs(name):
 
 
 # ------------------------------------------------------ a grammar of answers --------------------------------
-# An answer is made together with its value and spelled in several ways; with other numbers it has another value.
+# An answer is made together with its value and spelled in several ways; other numbers make another value.
 UNITS = [["hours", "hr"], ["minutes", "min"], ["feet", "ft"], ["kg", "kilograms"], ["boys"], ["red apples"]]
 WORDS = dict(
     between="in;out of;by;per;R;minus;plus;dozen;over;to the;percent of;divided by;is;of;half".split(";"),
@@ -578,8 +578,8 @@ def test_a_hostile_answer_runs_nothing_and_ends():
 SPACES = " |1 |\t1|\u00a0|\u3000|\u200b|~|\\ |\\,|\\quad|\\quad |\\!".split("|")
 REPEATED = [*SPACES, *"\ufdfa\u00a8\u00bd\u2460\u4e00"] + [piece.replace("-", " ") for piece in r"""
     1 x, {} { ( [ \{ | $ \$ % ^ _{ \frac \frac{1} \sqrt \text{ \text{a} \boxed{ \boxed{1}, + \pm = \approx
-    about for-any or, 1,000 1,000,- 0.( \overline{ \mathbb{R} \cup \Rightarrow & \\ \begin{cases} base-2 mod- a-is-
-    Answer:- A.- (A)- A-or- <think> kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-
+    about for-any or, 1,000 1,000,- 0.( \overline{ \mathbb{R} \cup \Rightarrow & \\ \begin{cases} base-2 mod-
+    a-is- Answer:- A.- (A)- A-or- <think> kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-
     """.split()]
 
 

@@ -274,7 +274,7 @@ p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies 
 2\text{ hours }15\text{ minutes} | 3\text{ hours }10\text{ minutes} | 15\text{ hours }2\text{ minutes} | 30
 5\text{ boys and }3\text{ girls} | 3\text{ boys and }5\text{ girls} | 8
 (5\text{ boys}, 3\text{ girls}) | (5\text{ girls}, 3\text{ boys})
-5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys}
+5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys} | \$5:3\text{ boys} | \$3:5\text{ boys}
 20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} |
 \$20\text{ and }30\text{ kg} | \$30\text{ and }20\text{ kg}
 30^\circ, 5\text{ cm} | 5^\circ, 30\text{ cm}
@@ -434,7 +434,8 @@ def rewritings(gold):
     if not re.fullmatch(r"-?\d+(/\d+)?", key(gold)) or re.search(r"[\^e]|text|box", gold):
         return
     value = Fraction(key(gold))
-    yield from (gold + "\\,\\mathrm{cm}^2", gold + "^\\circ", f"{value.numerator}/{value.denominator}")
+    number = re.sub(r"\\?[$%]", "", gold)  # a price has no other unit
+    yield from (number + "\\,\\mathrm{cm}^2", number + "^\\circ", f"{value.numerator}/{value.denominator}")
     if value.denominator == 1 and abs(value) < 10**18:
         yield f"{value.numerator:,}".replace(",", ",\\!")
         yield f"{value.numerator}.0"

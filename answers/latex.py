@@ -81,7 +81,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
      r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
     # m+n=256+37=293, 100m+n=204: the sum that was asked for; x+y=5 is a line
-    (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3}|(?<=\+))?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
+    (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3})?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
      r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
     (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",

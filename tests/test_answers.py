@@ -116,7 +116,8 @@ US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Are
 3{,}5 | 3{.}5 | 3.5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} |
 y=2\sqrt5 | \u221a20 | \sqrt20
-\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
+\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt2\;(\approx1.41) |
+\sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
 \sqrt{2}\text{ or about }1.41
 2\pi | 2 \pi | \pi\cdot 2 | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
@@ -196,7 +197,8 @@ x=-.5\pm.5\sqrt{17}
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
 293 | m+n=256+37=293 | \text{Answer: }m+n=293 | 100m+n=293 |
 \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
-12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
+1000, 2000, 3000 | 1,000, 2,000, and 3,000
+12000, 3500 | 12,000, 3,500 | 12,000; 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
 12000:3500 | 12,000:3,500
 65685833 | x=\boxed{65,685,833} | 65\thinspace685\thinspace833

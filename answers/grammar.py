@@ -141,7 +141,7 @@ class Parser:
         before, nodes = len(self.units), [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
-        if len({*self.units[before:]} - {*"%$"}) > 1:
+        if len({*self.units[before:]}) > 1:
             raise NotMath
         return joined("ratio", nodes)
 

@@ -112,8 +112,8 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     closed = not names_in(value)
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
         return "", value if len({*map(_key, sides)}) == 1 else node
-    multiples = [side for side in between if names_in(side) and {  # x=2y=3z
-        part[0] for part in (side[1:] if side[0] == "*" else [side])} <= {"symbol", "number"}]
+    multiples = [side for side in between if names_in(side) and {  # x=2y=3z: by the kinds of the factors
+        *next(zip(*(side[1:] if side[0] == "*" else [side])))} <= {"symbol", "number"}]
     if not _is_name(name, value) or multiples or not closed and (
             _constrains(name, value) or len({*map(_key, sides[1:])}) > 1):
         return "", node

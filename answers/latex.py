@@ -59,7 +59,7 @@ _TEXT = rf"(?:{_ROMAN})?"
 _ANSWER = r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?"
 _LEAD = (rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|\(?[A-J]\)|[A-J]\."
          r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?)")
-_GROUPED = r"(?:(?!and|or)[^,:])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:])*"
+_GROUPED = r"(?:(?!and|or)[^,:;])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:;])*"
 _ABOUT = r"(?i:approximately|approx|about|roughly|around)\b\.?"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
@@ -81,7 +81,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
      r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
     # m+n=256+37=293, 100m+n=204: the sum that was asked for; x+y=5 is a line
-    (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3}|(?<=\+))?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
+    (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3})?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
      r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
     (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
@@ -102,7 +102,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"^([^,(\[{]*|.*(?:frac|sqrt|\^|text|boxed)\{)(?<![\d.])(\d{1,3}(?:,\d{3}){1,6})(?![\d,])(?=[^,]*$)",
      lambda match: match[1] + match[2].replace(",", "")),
     # also 1,000, 2,000; but (1,200), (3,400) are points
-    (rf"^(?!.*[(\[{{]\d+,\d+[)\]}}]){_GROUPED}(?:(?:, |and|or|:){_GROUPED})+$",
+    (rf"^(?!.*[(\[{{]\d+,\d+\\?[)\]}}]){_GROUPED}(?:(?:, |and|or|[:;])+{_GROUPED})+$",
      lambda match: re.sub(r",(?=\d{3})", "", match[0])),
     (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
     (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
@@ -117,6 +117,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle
     # about 5; 5 (rounded); \sqrt2 (about 1.41) is \sqrt2\approx 1.41; 12th, 5 and a unit in Chinese
+    (r"\(\\approx([^()]*)\)$", r"\\approx\1"),
     (rf"(^|=|:) ?({_TEXT}) ?(?<![a-zA-Z]){_ABOUT}", r"\1\2"),
     (rf"(?<=[\w}})\]%]),? ?\(?{_TEXT} ?\(?(?:(?:since|because|rounded|to the nearest|\d d\.?p)\b.*"
      rf"|{_ABOUT}\)?\}}?\)?)$", ""),

@@ -22,7 +22,7 @@ _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]
                   rf"|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
 _BEFORE = re.compile(_NAMED + r"\(?\s*$")
 _STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox)[a-z]*|"
-                    rf"(?:{STYLES}|q?quad)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
+                    rf"(?:{STYLES}|q?quad|Rightarrow|implies)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
 # <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], channels, MedGemma's
 _THOUGHT = re.compile(
     r"[<\u25c1]\|?(/|end_(?:of_)?)?(?:begin_(?:of_)?|start_)?([\w:]{0,20}?(?:think|thought|reason|reflect|"

@@ -116,7 +116,8 @@ US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Are
 3{,}5 | 3{.}5 | 3.5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} |
 y=2\sqrt5 | \u221a20 | \sqrt20
-\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
+\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt2\;(\approx1.41) |
+\sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
 \sqrt{2}\text{ or about }1.41
 2\pi | 2 \pi | \pi\cdot 2 | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
@@ -196,7 +197,8 @@ x=-.5\pm.5\sqrt{17}
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
 293 | m+n=256+37=293 | \text{Answer: }m+n=293 | 100m+n=293 |
 \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
-12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
+1000, 2000, 3000 | 1,000, 2,000, and 3,000
+12000, 3500 | 12,000, 3,500 | 12,000; 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
 12000:3500 | 12,000:3,500
 65685833 | x=\boxed{65,685,833} | 65\thinspace685\thinspace833
@@ -274,7 +276,7 @@ p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies 
 2\text{ hours }15\text{ minutes} | 3\text{ hours }10\text{ minutes} | 15\text{ hours }2\text{ minutes} | 30
 5\text{ boys and }3\text{ girls} | 3\text{ boys and }5\text{ girls} | 8
 (5\text{ boys}, 3\text{ girls}) | (5\text{ girls}, 3\text{ boys})
-5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys}
+5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys} | \$5:3\text{ boys} | \$3:5\text{ boys}
 20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} |
 \$20\text{ and }30\text{ kg} | \$30\text{ and }20\text{ kg}
 30^\circ, 5\text{ cm} | 5^\circ, 30\text{ cm}
@@ -434,7 +436,8 @@ def rewritings(gold):
     if not re.fullmatch(r"-?\d+(/\d+)?", key(gold)) or re.search(r"[\^e]|text|box", gold):
         return
     value = Fraction(key(gold))
-    yield from (gold + "\\,\\mathrm{cm}^2", gold + "^\\circ", f"{value.numerator}/{value.denominator}")
+    number = re.sub(r"\\?[$%]", "", gold)  # a price has no other unit
+    yield from (number + "\\,\\mathrm{cm}^2", number + "^\\circ", f"{value.numerator}/{value.denominator}")
     if value.denominator == 1 and abs(value) < 10**18:
         yield f"{value.numerator:,}".replace(",", ",\\!")
         yield f"{value.numerator}.0"
@@ -475,7 +478,7 @@ def test_a_gold_answer_with_another_digit_differs(name):
 
 
 # ------------------------------------------------------ a grammar of answers --------------------------------
-# An answer is made with its value and spelled in several ways; with other numbers it has another value.
+# An answer is made together with its value and spelled in several ways; other numbers make another value.
 UNITS = [["hours", "hr"], ["minutes", "min"], ["feet", "ft"], ["kg", "kilograms"], ["boys"], ["red apples"]]
 WORDS = dict(
     between="in;out of;by;per;R;minus;plus;dozen;over;to the;percent of;divided by;is;of;half".split(";"),
@@ -579,8 +582,7 @@ SPACES = " |1 |\t1|\u00a0|\u3000|\u200b|~|\\ |\\,|\\quad|\\quad |\\!".split("|")
 REPEATED = [*SPACES, *"\ufdfa\u00a8\u00bd\u2460\u4e00"] + [piece.replace("-", " ") for piece in r"""
     1 x, {} { ( [ \{ | $ \$ % ^ _{ \frac \frac{1} \sqrt \text{ \text{a} \boxed{ \boxed{1}, + \pm = \approx
     about for-any or, 1,000 1,000,- 0.( \overline{ \mathbb{R} \cup \Rightarrow & \\ \begin{cases} base-2 mod-
-    a-is-
-    Answer:- A.- (A)- A-or- <think> kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-
+    a-is- Answer:- A.- (A)- A-or- <think> kg-m- \circ ! e5 ... \ldots ** \sin- \ln( f( ab-
     """.split()]
 
 

@@ -184,7 +184,8 @@ def bad_flags(args) -> list[str]:
 def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
-    if taken := args_class.__dataclass_fields__.keys() & Machine.__dataclass_fields__.keys():
+    own = args_class.__dataclass_fields__.keys()
+    if "machine" in own and (taken := own & Machine.__dataclass_fields__.keys()):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone

@@ -251,7 +251,7 @@ def draw_turning(stored: dict, out: Path) -> None:
         axis.set(title=f"the {regime} toy", xlabel="step", xlim=(0, 60), ylim=(0, 1.02))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel('right majorities on "fewer"')
-    axes[0].legend(frameon=False, loc="lower left", fontsize=8)
+    axes[1].legend(frameon=False, loc="center right", fontsize=8)
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
 

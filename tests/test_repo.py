@@ -180,7 +180,7 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ttrl", dict(dataset="no.jsonl"), "--dataset: unknown data set 'no.jsonl': known are math500"),
     ("ttrl", dict(question_field="x"), "--dataset: {root}/toy/train.jsonl has no column 'x' that"),
     ("ttrl", dict(eval="math5"), "--eval: unknown data set 'math5'"),
-    ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 128 problems of toy have more than --max_prompt"),
+    ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 256 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
     ("evaluate", dict(temperature=0, samples=2), "--samples is 2, but at temperature 0 (--preset"),
     ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),

@@ -13,7 +13,7 @@ import ttrl
 from lab import compare
 from toy import make_toy
 
-METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]
+METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL"]  # Dynamic RL, without these problems, stays below
 NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay what lost the vote
 both = pytest.mark.parametrize("name", ["toy", "toy_even"])
 STORED = json.loads(compare.STORED.read_text())
@@ -84,10 +84,14 @@ def test_what_the_base_model_can_do_without_training(regime):
     assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .15
 
 
-def test_no_reward_that_does_not_follow_agreement_pays():
+def test_no_reward_that_does_not_follow_the_majority_pays():
+    """Greedily a drift of first words can help, even with a coin: so the mean over seeds counts, and
+    what is sampled at temperature 1."""
+    base = fmean(run["pass@1"] for run in STORED["uneven"]["rows"]["base"]["runs"])
     for name in NO_VOTE:
         runs = STORED["uneven"]["rows"][name]["runs"]
-        assert max(fmean(compare.greedy(run, "test")) for run in runs) < .30, name
+        assert max(run["pass@1"] for run in runs) < base + .1, name
+        assert mean_of("uneven", name) < mean_of("uneven", "prompt") - .1, name
 
 
 def test_where_wrong_readings_are_discredited_every_method_ends_above_vote_and_best_prompt():

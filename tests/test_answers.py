@@ -178,6 +178,12 @@ y^{\prime}+y=0 | y+y'=0
 \u03a2 x | \u03a2x
 \Phi (x,  y)=\frac{x+1}{2y} | u(x,y)=\frac{x}{2y}+\frac{1}{2y} | n_{\gamma}(\nu)=\frac{x+1}{2y}
 p\land q | p\wedge q
+(2,5) | x\in(2,5) | 2<x<5 | (x,y)=(2,5)
+[29,\infty) | x\ge29 | t\ge29
+(-\infty,2)\cup(5,\infty) | x<2 or x>5
+3:4 | 3 to 4
+x^2+C | C+x^2 | y=x^2+C
+91 cm | 91\text{ m} | 91 meters | 91
 x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4 | x\equiv1\ (\mathrm{mod}\ 4)
 1 if x=2 | 1\text{ if }x=2
 2.65 | \text{about }2.65 | Approx. 2.65 | x = roughly 2.65 | \sim2.65 | 2.65\text{ (approx.)} |
@@ -269,6 +275,13 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
 \nabla\cdot F | \nabla\times F | \hat x\hat p | \hat p\hat x | PDP^{-1} | P^{-1}DP | D | A^TA | AA^T
 \langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0
+(2,5) | [2,5] | x=2, y=5 | (5,2)
+x>2, x<5 | 2<x<5
+3:4 | 3/4 | 6:8 | 4:3
+x^2+C | x^2 | x^2+c | x^2+K
+5 cm | 5 m
+x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7 | 3\equiv x\pmod7
+x\equiv3,5\pmod7 | x\equiv5,3\pmod7
 p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies p | pq
 \text{about }5 | \text{about }7 | x=\text{about }9 | \text{about half} | \text{about a third}
 5 | 5\text{ or about }9 | 5\text{ or about }6 | 2 is about 15 | 2 is about 30

@@ -203,7 +203,8 @@ def row_of(folders: list[Path], regime: str, task: dict, vote: bool = False) -> 
     for run, other in zip(runs, runs[1:] if vote else []):  # what two votes of one model differ by
         pairs = list(zip(unpack(run["greedy"][""]), unpack(other["greedy"][""])))
         for name, fate in (("learned", (0, 1)), ("kept", (1, 1)), ("corrupted", (1, 0))):
-            run[name] = round(pairs.count(fate) / len(pairs), 4)
+            if pairs:
+                run[name] = round(pairs.count(fate) / len(pairs), 4)
     script = folders[0] / "script.py"  # as it ran
     lines = changed_lines(script if script.exists() else ROOT / f"{about['script']}.py")
     return dict(lines=None if about["args"]["steps"] == 1 else lines, runs=runs)
@@ -272,8 +273,8 @@ def paired(runs: list[dict], others: list[dict], column: str) -> list[list[int]]
     base = {run["seed"]: run for run in others}
     if len(others) == 1:
         base = {run["seed"]: others[0] for run in runs}
-    return [[a - b for a, b in zip(greedy(run, column), greedy(base[run["seed"]], column), strict=True)]
-            for run in runs if run["seed"] in base]
+    pairs = [(greedy(run, column), greedy(base[run["seed"]], column)) for run in runs if run["seed"] in base]
+    return [(numpy.array(one) - numpy.array(other)).tolist() for one, other in pairs]
 
 
 def difference(name: str, runs: list[dict], others: list[dict]) -> str:

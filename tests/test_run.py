@@ -47,7 +47,7 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     args = parse_resumed("ttrl", "--eval_samples", "7", "--lr=0.1", "--votes", "24", "--steps", "9")
     assert (args.votes, args.eval_samples, args.lr, args.machine.resume) == (24, 7, 0.1, True)
     printed = capsys.readouterr().out.splitlines()
-    assert "Resuming with another --eval_samples: 7 (was 16)" in printed
+    assert "Resuming with another --eval_samples: 7 (was 8)" in printed
     jump = "; the learning rate jumps to the new schedule"
     assert f"Resuming with another --lr: 0.1 (was 0.0002){jump}" in printed
     assert any(re.fullmatch(rf"Resuming with another --steps: 9 \(was \d+\){jump}", line) for line in printed)

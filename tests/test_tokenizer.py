@@ -95,7 +95,7 @@ def test_a_response_ends_where_the_chat_template_ends_a_turn(bring, tmp_path, ca
     folder = bring(AutoTokenizer.from_pretrained(TOY_MODEL).chat_template)
     theirs = run_toy(ttrl, tmp_path / "theirs", steps=1, model=folder)
     assert "its chat template ends a turn with <|im_end|> (2), so this token ends" in capsys.readouterr().out
-    assert untimed(ours) == untimed(theirs) and ours[-1]["truncated"] < 0.2
+    assert untimed(ours) == untimed(theirs) and ours[-1]["truncated"] < 0.5
 
 
 BEHIND = {  # what stands behind an assistant's turn -> the token that ends a response beside <|endoftext|>
@@ -112,18 +112,18 @@ BEHIND = {  # what stands behind an assistant's turn -> the token that ends a re
 @pytest.mark.parametrize("name", BEHIND)
 def test_the_token_behind_a_turn_ends_a_response(name, bring, show):
     behind, end = BEHIND[name]
-    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=622)  # <b> is the 623rd
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=608)  # <b> is the 609th
     said = re.findall(r"ends a turn with (\S+) \(\d+\), so this token ends a response, too", show(folder))
     assert said == ([end] if end else [])
-    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=623)
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=609)
     assert "ends a turn" not in show(folder, prompt="plain")  # has no turns
 
 
 GENERATION = {  # generation_config.json -> the sentence that refuses it, or nothing
     "no file": (None, ""),
     "what transformers refuses": ('{"num_return_sequences": 4, "pad_token_id": -1, "temperature": -1}', ""),
-    "text": ('{"eos_token_id": "2"}', "are ['2', 0], but the model knows the tokens 0 to 619."),
-    "too large": ('{"eos_token_id": [2, 620]}', "are [2, 620, 0], but the model knows the tokens 0 to 619."),
+    "text": ('{"eos_token_id": "2"}', "are ['2', 0], but the model knows the tokens 0 to 605."),
+    "too large": ('{"eos_token_id": [2, 606]}', "are [2, 606, 0], but the model knows the tokens 0 to 605."),
     "not UTF-8": ("\udce9", "its tokenizer or generation_config.json cannot be read: 'utf-8' codec")}
 
 
@@ -166,7 +166,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_where_it_occurs(bring, 
     file.write_text('{"problem": "1+1?", "answer": 2}\n{"problem": "What is <image>?", "answer": 1}')
     for flag in ("dataset", "eval"):
         said = show(folder, **{flag: str(file)}, prompts_per_batch=1, prompt="plain")
-        assert said.startswith(f"Error: --{flag}: a prompt has the token '<image>' (620), but the model kno")
+        assert said.startswith(f"Error: --{flag}: a prompt has the token '<image>' (606), but the model kno")
     with_rows = bring(tokens=["<image>"], vocab_size=640)  # padded, as many are
     assert "first problem" in show(with_rows, dataset=str(file), prompts_per_batch=1, prompt="plain")
 
@@ -186,7 +186,7 @@ def test_data_that_holds_control_tokens_is_refused(row, template, token, bring, 
     folder = Path(bring(template, tokens=["<a>"], vocab_size=640))
     file = folder / "tokenizer.json"
     whole = json.loads(file.read_text())
-    whole["added_tokens"] += [whole["added_tokens"][-1] | dict(id=621, content="<b>", special=False)]
+    whole["added_tokens"] += [whole["added_tokens"][-1] | dict(id=607, content="<b>", special=False)]
     file.write_text(json.dumps(whole))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row))

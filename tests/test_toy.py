@@ -5,7 +5,7 @@ import subprocess
 from statistics import fmean
 
 import pytest
-from conftest import ROOT, run_toy, toy_of
+from conftest import ROOT, read_lines, run_toy, toy_of
 from safetensors.torch import load_file
 
 import evaluate
@@ -13,7 +13,7 @@ import ttrl
 from lab import compare
 from toy import make_toy
 
-METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL"]  # Dynamic RL, without these problems, stays below
+METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL"]  # one run in three of Dynamic RL does not get out
 NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay what lost the vote
 both = pytest.mark.parametrize("name", ["toy", "toy_even"])
 STORED = json.loads(compare.STORED.read_text())
@@ -43,13 +43,14 @@ def test_the_generator_makes_the_shipped_problems_and_tokenizers(tmp_path):
 
 
 def test_the_sets_are_disjoint_and_unselected():
-    sets = {name: [json.loads(line)["problem"] for line in (ROOT / f"toy/{name}.jsonl").open()]
-            for name in ("train", "test", "ood")}
+    sets = {}
+    for name in ("train", "test", "ood"):
+        sets[name] = [row["problem"] for row in read_lines(ROOT / f"toy/{name}.jsonl")]
     assert [len(rows) for rows in sets.values()] == [256, 1024, 512]
     assert len(set().union(*sets.values())) == 256 + 1024 + 512
     # a sixth of the problems has the phrase that most styles misread, on all sets alike
-    shares = [fmean("fewer" in make_toy.phrases(text) for text in rows) for rows in sets.values()]
-    assert all(share == pytest.approx(1 / 6, abs=.05) for share in shares)
+    for rows in sets.values():
+        assert fmean("fewer" in make_toy.phrases(text) for text in rows) == pytest.approx(1 / 6, abs=.05)
 
 
 @both

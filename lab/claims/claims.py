@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import jinja2
+import numpy
 import torch
 from matplotlib import pyplot
 from scipy import stats
@@ -106,7 +107,8 @@ def judge(claim: Claim, rows: dict[str, dict]) -> dict:
         others = rows[second]["runs"] if second in rows else []
         differences = compare.paired(runs, others, claim.metric)
         if not others:  # a number
-            differences = [[bit - float(second) for bit in compare.greedy(run, claim.metric)] for run in runs]
+            bits = [compare.greedy(run, claim.metric) for run in runs]
+            differences = numpy.array(bits) - float(second)
         mean, low, high = compare.crossed(differences)
         error = (high - low) / 3.92
         arms = dict(first=[fmean(compare.greedy(run, claim.metric)) for run in runs],

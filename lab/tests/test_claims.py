@@ -13,8 +13,10 @@ PAIR = Claim("X", "", "", "", ["a", "b"], "uneven", "pass@1", +1, .05, "")
 
 
 def rows_of(first: list[float], second: list[float]) -> dict:
-    return {name: dict(runs=[{"seed": i, "pass@1": x} for i, x in enumerate(values)])
-            for name, values in (("a", first), ("b", second))}
+    def row(values: list[float]) -> dict:
+        return dict(runs=[{"seed": i, "pass@1": x} for i, x in enumerate(values)])
+
+    return dict(a=row(first), b=row(second))
 
 
 # ------------------------------------------------ records -----------------------------------------------

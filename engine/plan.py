@@ -46,7 +46,7 @@ def update_memory(args, config, weights: int, micro_tokens: int, recompute: str)
     c = 4 if machine.dtype == "float32" else 2  # bytes of a number in the compute type
     hidden, heads = text.hidden_size, text.num_attention_heads
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    head_size = text.to_dict().get("head_dim") or hidden // heads
+    head_size = getattr(text, "head_dim", None) or hidden // heads
     q, kv = heads * head_size, (getattr(text, "num_key_value_heads", None) or heads) * head_size
     root = text.vocab_size * hidden * (1 if text.tie_word_embeddings else 2)  # FSDP gathers it together
     # A rank's share of a minibatch: packed rows have each prompt once.

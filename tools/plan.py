@@ -49,7 +49,7 @@ class Plan:
         self.c, text = 4 if self.machine.dtype == "float32" else 2, config.get_text_config()
         self.layers, self.heads = text.num_hidden_layers, text.num_attention_heads
         self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
-        self.head_size = text.to_dict().get("head_dim") or text.hidden_size // self.heads
+        self.head_size = getattr(text, "head_dim", None) or text.hidden_size // self.heads
         self.length = args.max_prompt_tokens + args.max_new_tokens  # of the longest prompt and response
         own = {name: own_model(name, args.max_new_tokens) for name in args.own_models()}
         self.own = {name: size for name, size in own.items() if size}

@@ -262,7 +262,7 @@ class HFSampler:
         text = self.model.config.get_text_config()
         queries = text.num_attention_heads
         heads = getattr(text, "num_key_value_heads", None) or queries
-        # of the dict: where widths differ by layer (Gemma 4), the attribute raises; an estimate is enough here
+        # The attribute raises where widths differ by layer (Gemma 4); an estimate is enough here.
         head_size = text.to_dict().get("head_dim") or text.hidden_size // queries
         numbers = 2 * text.num_hidden_layers * heads * head_size
         sequence = numbers * longest * self.model.dtype.itemsize  # about

@@ -34,9 +34,7 @@ def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[in
     lengths = [prompt + response for prompt, response in zip(prompts, responses)]
     order = sorted(range(len(lengths)), key=lambda i: (groups[i], -responses[i]))
     budget, tokens = max(budget, *lengths), sum(lengths)
-    # fewer rounds cannot hold the responses and each prompt once
-    least = sum(responses) + sum(dict(zip(groups, prompts)).values())
-    for rounds in count(max(1, -(-least // (ranks * budget)))):
+    for rounds in count(1):
         parts, done, plan = {}, 0, []
         for i in order:  # every round has as many tokens
             parts.setdefault(rounds * done // tokens, []).append(i)
@@ -44,7 +42,7 @@ def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[in
         for part in parts.values():
             micros, sizes = balance_over_ranks(part, prompts, responses, groups, ranks, padding)
             plan.append(micros)
-            if max(sizes) > budget:
+            if max(sizes) > budget:  # more rounds are needed; the other parts are not tried
                 break
         else:
             return [list(micros) for micros in zip(*plan)]

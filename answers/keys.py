@@ -159,7 +159,7 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     for (name, value), interval in zip(named, intervals, strict=True):
         own = _interval_key(*interval, several) if interval else _key(value)
         keys.append(own if same or not name else f"{name}={own}")
-    united = all(intervals) or all(value[0] == "group" for _, value in named) or len(names - {""}) > 1
+    united = all(intervals) or len(names - {""}) > 1 or re.search(r"oo|[][]", "".join(keys))
     return "{" + (" U " if kind == "or" and united else "; ").join(sorted(keys)) + "}"
 
 

@@ -76,7 +76,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?<!\\)\$|(?<![\w}]) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
      r"|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
      r"|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
-    (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
+    (r"(\\cup|,)? *(?:\\q?quad *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
      r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
@@ -112,7 +112,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # words before something: \text{Answer: }x+1, \textbf{(D)}\ x; before a number: \text{Area: }12, (D) 36
     (rf"^(?:{_ROMAN} ?{_ANSWER} ?\}} ?|{_ANSWER} |{_ROMAN}\(?[A-J]\) ?\}} ?(?=.*\w)"
      rf"|(?:({_TEXT}) ?{_LEAD}|{_ROMAN} ?{_LEAD} ?\}}|\(\\[a-z]+\{{[A-J]\}}\)) ?"
-     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))", r"\1"),
+     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt|\\begin))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))", r"\1"),
     (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle

@@ -113,6 +113,12 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
+    # i, j, k as unit vectors; 2\mathbf{F} has no unit; a bold factor of a cross product
+    (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
+     r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
+    (r"(?<=[\d})]) ?\\mathbf(?= ?\{ ?[a-zA-Z] ?\})", r"\\boldsymbol"),
+    (r"\\(?:boldsymbol|bm|pmb)(?= ?\{?[a-zA-Z]\}? ?\\times)", r"\\mathbf"),
+    (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg) ?\}", r"\\\1 "),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
      lambda match: match[1] or "&" * (match[1] is not None)),

@@ -161,8 +161,6 @@ class Parser:
             before, t = self.peek(-1), self.peek()
             fused = factors[-1][0] == "word" if t.space else before == "i"
             if op := self.take(r"\cdot", r"\times", "/"):
-                if op == r"\times" and before.roman and before.isalpha():
-                    raise NotMath  # the cross product of \mathbf{a} and \mathbf{b}
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():

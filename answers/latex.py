@@ -87,6 +87,7 @@ _LEAD = (rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|\(?[A-J]\)|[A-J]\.
          r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?)")
 _GROUPED = r"(?:(?!and|or)[^,:;])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:;])*"
 _ABOUT = r"(?i:approximately|approx|about|roughly|around)\b\.?"
+_BOLD = r"\\(?:mathbf|boldsymbol|bm|pmb) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z]))"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"\.\.\.", r"\\ldots "),
@@ -105,7 +106,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(\\cup|,)? *(?:\\q?quad *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
-     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
+     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\]|(?<![a-zA-Z])e(?![a-zA-Z]))+$)",
+     ""),  # \sum_k a_k = 3, P(A|B) = 1/2
     # m+n=256+37=293, 100m+n=204: the sum that was asked for; x+y=5 is a line
     (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3})?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
      r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
@@ -117,8 +119,10 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
      r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
     (r"(?<=[\d})]) ?\\mathbf(?= ?\{ ?[a-zA-Z] ?\})", r"\\boldsymbol"),
-    (r"\\(?:boldsymbol|bm|pmb)(?= ?\{?[a-zA-Z]\}? ?\\times)", r"\\mathbf"),
-    (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg) ?\}", r"\\\1 "),
+    (rf"({_BOLD} ?\)?) ?\\times(?![a-z])|\\times(?= ?\(? ?{_BOLD})", r"\1\\crossproduct "),
+    (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
+    (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
      lambda match: match[1] or "&" * (match[1] is not None)),
@@ -164,11 +168,12 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # for any real c; where k is an integer; c\in\mathbb{R}
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
      r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
-     r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?R"
+     r"|[kmn](?:, ?[kmn])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?Z)\}? ?\)?$", ""),
     (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
     (r"(?:[.,:; ]|(?<=^[A-J])\)|\\(?![{}a-zA-Z%$]))+(\}*)$"
-     r"|^(?:(?:[,;=]|m(?= ?\\angle)|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
+     r"|^(?:(?:[,;=]|m(?= ?\\angle)|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,"
+     r"|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
 _WORD = re.compile(r"\\text|\\m|\\[bp]mod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
 _SIGNS_ONLY = [row for row in _REWRITES if _TEXT not in row[0].pattern]  # for what has no word
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[^\W\d_a-z]+|[<>]=|\s+|.", re.DOTALL)

@@ -161,7 +161,7 @@ def _list_key(kind: str, items: list[tuple]) -> str:
         keys.append(own if same or not name else f"{name}={own}")
     united = all(intervals) or len(names - {""}) > 1 or all(value[0] == "group" for _, value in named) and (
         re.search(r"oo|[][]|\('[a-z]',\)", "".join([*names, *keys])))  # but (1, 2) or (2, 1) are points
-    if kind == "or" and not names - {""} and len({*keys}) == 1:
+    if kind == "or" and len({*keys}) == 1:
         return keys[0]  # 0.5 or 1/2
     return "{" + (" U " if kind == "or" and united else "; ").join(sorted(keys)) + "}"
 

@@ -122,15 +122,15 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (rf"({_BOLD} ?\)?) ?\\times(?![a-z])|\\times(?= ?\(? ?{_BOLD})", r"\1\\crossproduct "),
     (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
     (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
-    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    (r"U(?<=[)\] ]U) ?(?=[(\[])", r"\\cup "),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
      lambda match: match[1] or "&" * (match[1] is not None)),
     (rf" ?\(?(?:_\{{)?{_TEXT} ?\(?(?:in )?base ?\}}? ?(\w+)\)?\}}*\)?$", r"_{\1}"),  # 52 (base 8)
     (r"^\(([0-9A-F]+)\)_", r"\1_"),
     (rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
-    (r"(?:\bC_ ?\{?(\d+)\}? ?\^|(?:\{\}|(?<![\w)}\]]))[_^] ?\{?(\d+)\}? ?C ?_) ?\{?(\d+)\}?(?![\w\\(])",
-     r"\\binom{\1\2}{\3}"),
+    (r"(?:C_(?<!\wC_) ?\{?(\d+)\}? ?\^|(?:\{\}[_^]|[_^](?<![\w)}\]].)) ?\{?(\d+)\}? ?C ?_) ?"
+     r"\{?(\d+)\}?(?![\w\\(])", r"\\binom{\1\2}{\3}"),
     (rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
     (rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$", lambda match: ":" + match[1].lower()),  # 3:05 p.m.
     # thousands: 1,\!000, 1{,}000, 1\,000, 1'000, 1 000; 1.000.000, 1,00,000; 1,000 but not 1,2,3
@@ -171,11 +171,12 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?R"
      r"|[kmn](?:, ?[kmn])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?Z)\}? ?\)?$", ""),
     (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
-    (r"(?:[.,:; ]|(?<=^[A-J])\)|\\(?![{}a-zA-Z%$]))+(\}*)$"
+    (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
      r"|^(?:(?:[,;=]|m(?= ?\\angle)|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,"
      r"|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
-_WORD = re.compile(r"\\text|\\m|\\[bp]mod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
-_SIGNS_ONLY = [row for row in _REWRITES if _TEXT not in row[0].pattern]  # for what has no word
+_WORD = re.compile(r"\\text|\\[mbvhow]|\\pmod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
+# for what has no word
+_SIGNS_ONLY = [row for row in _REWRITES if not re.search(r"text\[|mathbf|operator", row[0].pattern)]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[^\W\d_a-z]+|[<>]=|\s+|.", re.DOTALL)
 
 

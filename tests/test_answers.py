@@ -148,7 +148,8 @@ x>0 | (0, \text{infinity}) | (0, inf)
 (0,9)\cup(9,36) | (9,36) \cup (0,9) | (9,36)\quad\cup\quad(0,9)
 (-2,0)\cup[1,\infty) | [1,\infty[ \cup ]-2,0[
 (-\infty,-1) \text{ or } (1,\infty) | x<-1 \lor x>1
-x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | (-\infty,3)\cup(3,\infty)
+x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | x\in\mathbb{R}, x\ne3 |
+(-\infty,3)\cup(3,\infty)
 \mathbb R | \u211d | \text{all real numbers} | (-\infty,\infty) | x\in\mathbb{R}
 1\pm\sqrt2 | 1+\sqrt2, 1-\sqrt{2} | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2
 \begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{pmatrix}\frac12\\2\end{pmatrix} |
@@ -166,7 +167,7 @@ y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
 (a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
 v=v_0+at | v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
-k\pi, k\in\mathbb{Z} | k\pi\text{, where }k\text{ is an integer}
+k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
 \binom{2n}{n} | \frac{(2n)!}{n!n!}
 \lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor |
 \u230a(n+1)/2\u230b
@@ -184,6 +185,10 @@ y^{\prime}+y=0 | y+y'=0
 (-3,1)\cup(4,6) | x\in(-3,1)\text{ or }x\in(4,6) | -3<x<1\text{ or }4<x<6
 \text{A} | A) | Option A | \text{Choice A} | A
 \cot x | \operatorname{ctg}x
+\gcd(a,b) | \text{gcd}(a,b)
+\max(a,b) | \max\{a,b\} | \max\left\{a,b\right\}
+(-\infty,2)\cup(3,\infty) | (-inf, 2) U (3, inf)
+e | \lim_{n\to\infty}(1+\frac1n)^n=e
 \epsilon_0\phi | \varepsilon_0\varphi
 \u03a2 x | \u03a2x
 \Phi (x,  y)=\frac{x+1}{2y} | u(x,y)=\frac{x}{2y}+\frac{1}{2y} | n_{\gamma}(\nu)=\frac{x+1}{2y}
@@ -284,10 +289,10 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 \operatorname{Re} z>0 | \operatorname{Im} z>0
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
 \mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b} | \boldsymbol{b}\times\boldsymbol{a}
-2\mathbf{A} | 2\mathbf{F} | 2
+2\mathbf{A} | 2\mathbf{F} | 2 | (\bm{a}+\bm{c})\times\bm{b} | \bm{b}\times(\bm{a}+\bm{c})
 \u7532\u4e59 | \u4e59\u7532 | 5\u4ee5\u4e0a | 5\u4ee5\u4e0b | 5\u500d | 5\u5e74\u524d
 5\text{ cents} | 5\text{ cents off} | 7!5 | 75 | x^{10}C_3 | \text{twenty-one}
-0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12
+0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
 (-\infty,1),(3,\infty) | x<1\text{ and }x>3 | (-\infty,1)\text{ or }(3,\infty)
 \nabla\cdot F | \nabla\times F | \hat x\hat p | \hat p\hat x | PDP^{-1} | P^{-1}DP | D | A^TA | AA^T
 \langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0

@@ -163,8 +163,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?"
      r"(?:\} ?(.*?)\)?|([^{}]*?)\)?\}?\)?)$", r"\\approx \1\2"),
     (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", " "),
-    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298"
-     r"\u4ee5\u4e0a\u4e0b\u591a\u5c11\u524d\u540e\u5927\u5c0f\u500d])[\u4e00-\u9fff])+ ?\}?$", ""),
+    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a"
+     r"\u4e0b\u591a\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+ ?\}?$", ""),
     # for any real c; where k is an integer; c\in\mathbb{R}
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
      r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),

@@ -290,7 +290,8 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
 \mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b} | \boldsymbol{b}\times\boldsymbol{a}
 2\mathbf{A} | 2\mathbf{F} | 2 | (\bm{a}+\bm{c})\times\bm{b} | \bm{b}\times(\bm{a}+\bm{c})
-\u7532\u4e59 | \u4e59\u7532 | 5\u4ee5\u4e0a | 5\u4ee5\u4e0b | 5\u500d | 5\u5e74\u524d
+5 | 5\u7684\u500d\u6570 | 5\u7684\u56e0\u6570 | \u7532\u4e59 | \u4e59\u7532 |
+5\u4ee5\u4e0a | 5\u4ee5\u4e0b | 5\u500d | 5\u5e74\u524d
 5\text{ cents} | 5\text{ cents off} | 7!5 | 75 | x^{10}C_3 | \text{twenty-one}
 0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
 (-\infty,1),(3,\infty) | x<1\text{ and }x>3 | (-\infty,1)\text{ or }(3,\infty)

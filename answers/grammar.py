@@ -168,7 +168,7 @@ class Parser:
             elif before.isdigit() and t.isdigit():  # 2 1/2; 2 3 is no number
                 half = ("*", number(self.expect()), ("inverse", number(self.expect("/") and self.expect())))
                 factors[-1] = ("+", factors[-1], half)
-            elif t[0].isdigit() and (fused == (before == ")") or factors[-1][0] in ("number", "symbol")):
+            elif t[0].isdigit() and (fused == (before in ")!") or factors[-1][0] in ("number", "symbol")):
                 raise NotMath  # 12 by 5, 7R2, (1) 3 (2) 4, (i) 5 (ii) 7; but i4, May 5, (n-2)2^n
             else:
                 factor = self.power()
@@ -283,7 +283,7 @@ class Parser:
         words = t.roman or self.is_word() or alone and re.fullmatch("[A-Z][a-z]+|[a-z]{3,}|no", t)
         if len(t) == 1 or not words and t.isupper() and len(t) < 6:
             return self.symbol(t)
-        if not words and len(t) < 4:
+        if not words and re.fullmatch("[a-zA-Z]{,3}", t):
             self.tokens[self.at - 1:self.at] = map(Token, t)
             self.at -= 1
             return self.primary()

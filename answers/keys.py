@@ -125,8 +125,8 @@ def _is_name(node: tuple, value: tuple) -> bool:
     kind, *parts = node
     if kind in ("group", "ratio"):
         symbols = parts[2:] if kind == "group" else parts
-        names = [str(part[1]).strip("\\").lower() for part in symbols if part[0] == "symbol"]
-        return len(names) == len(symbols) and (kind == "ratio" or names == sorted(names))
+        names = [str(part[1]).strip("\\").lower() + "~" for part in symbols if part[0] == "symbol"]  # S_1:S
+        return len(names) == len(symbols) and names == sorted(names)
     if kind in FUNCTIONS:
         return not names_in(value) and bool(re.fullmatch(r"-?\d+(/\d+)?", _key(value)))
     said = [part for part in walk(node) if part[0] in ("symbol", "word")]
@@ -154,12 +154,15 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     names = {re.sub(r"_\d+(?=')", "", name) for name, _ in named}
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x_1=1, x_2=2; n=1, 2, 3
     intervals = [_interval(value) for _, value in named]
-    several = len({found[0] for found in intervals if found}) > 1
+    several = kind == "list" or len({found[0] for found in intervals if found}) > 1
     keys = []
     for (name, value), interval in zip(named, intervals, strict=True):
         own = _interval_key(*interval, several) if interval else _key(value)
         keys.append(own if same or not name else f"{name}={own}")
-    united = all(intervals) or all(value[0] == "group" for _, value in named) or len(names - {""}) > 1
+    united = all(intervals) or len(names - {""}) > 1 or all(value[0] == "group" for _, value in named) and (
+        re.search(r"oo|[][]|\('[a-z]',\)", "".join([*names, *keys])))  # but (1, 2) or (2, 1) are points
+    if kind == "or" and len({*keys}) == 1:
+        return keys[0]  # 0.5 or 1/2
     return "{" + (" U " if kind == "or" and united else "; ").join(sorted(keys)) + "}"
 
 

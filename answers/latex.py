@@ -23,35 +23,61 @@ _ALIASES = {  # a command: those that mean the same
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
 _ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
-_SIGNS = {
-    "\u2044\u00f7": "/", "\u2212\u2010\u2013\u2014": "-", "\u27e8": r"\langle ", "\u27e9": r"\rangle ",
-    "\u00d7": r"\times ", "\u00b7\u22c5\u2217": r"\cdot ",
-    "\u00b0\u00ba\u02da": r"^\circ ", "\u221e": r"\infty ", "\u2264\u2266\u2a7d": r"\le ", "\u3001": ",",
-    "\u2265\u2267\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u3002": ".",
-    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u221a": r"\sqrt ", "\u2205": r"\emptyset ",
-    "\u201c\u201d": '"', "\u6216": r"\text{ or }", "\u548c\u4e14": r"\text{ and }", "\u2236": ":",
-    "\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil ",
-    "\u211d": r"\mathbb{R}", "\u2261": r"\equiv ", "\u2713\u2714\u220e\u25a0": r"\checkmark "}
-_SIGN = {ord(sign): command for signs, command in _SIGNS.items() for sign in signs}
+_SIGNS = """\u2044\u00f7 /
+    \u2212\u2010\u2013\u2014 -
+    \u27e8 \\langle
+    \u27e9 \\rangle
+    \u00d7 \\times
+    \u00b7\u22c5\u2217 \\cdot
+    \u00b0\u00ba\u02da ^\\circ
+    \u221e \\infty
+    \u2264\u2266\u2a7d \\le
+    \u2265\u2267\u2a7e \\ge
+    \u2260 \\ne
+    \u2248 \\approx
+    \u2261 \\equiv
+    \u00b1 \\pm
+    \u222a \\cup
+    \u2229 \\cap
+    \u2208 \\in
+    \u221a \\sqrt
+    \u2205 \\emptyset
+    \u230a \\lfloor
+    \u230b \\rfloor
+    \u2308 \\lceil
+    \u2309 \\rceil
+    \u211d \\mathbb{R}
+    \u3001 ,
+    \u3002 .
+    \u2236 :
+    \u201c\u201d "
+    \u6216 \\text{ or }
+    \u548c\u4e14 \\text{ and }
+    \u2713\u2714\u220e\u25a0 \\checkmark"""
+_SIGN = {ord(sign): command + " " * ("\\" in command) for line in _SIGNS.splitlines()
+         for signs, command in [line.split(maxsplit=1)] for sign in signs}
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
 _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
-       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|[kM]?\\Omega|\\AA)(?: ?\^ ?-?\d)?")
+       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
+       r"|\\AA)(?: ?\^ ?-?\d)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _WORDS = (
-    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|north|south|east|west|up|down|left|right|above|below|more"
-    r"|fewer|ago|before|after|late|early|ahead|behind|tens|\w+er|clockwise|\w+wards?|dozens?|base|mod"
+    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|off|short|extra|north|south|east|west|up|down|left|right|above|below|more"
+    r"|fewer|ago|before|after|late|early|ahead|behind|tens|(?!(?:p|\w*met|\w*lit)er\b)\w+er|clockwise|\w+wards?|dozens?|base|mod"
     r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for|am|pm)\b)"
     r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
     r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"
-    r"|point|way|sq|USD)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
+    r"|point|way|sq|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
 _ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORDS})[ .]*| ?\\frac ?[a-zA-Z][^\\]*")
-_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|mL|mol|[kMG]?(?:eV|Hz|Pa)|[kM]?\\Omega)(?: ?\^ ?-?\d)?"
-                        rf"| {_WORDS}| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg)(?: ?\^ ?\d)?"
+_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol|[kMG]?(?:eV|Hz|Pa)"
+                        rf"|[kM]?\\Omega)(?: ?\^ ?-?\d)?| {_WORDS}"
+                        rf"| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg)(?: ?\^ ?\d)?"
                         rf"| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
     kilometre|g gram|kg kilogram|L liter litre|degree deg""".split("|") for other in line.split()}
-_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen""".split()
 _MAGNITUDES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
@@ -61,6 +87,7 @@ _LEAD = (rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|\(?[A-J]\)|[A-J]\.
          r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?)")
 _GROUPED = r"(?:(?!and|or)[^,:;])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:;])*"
 _ABOUT = r"(?i:approximately|approx|about|roughly|around)\b\.?"
+_BOLD = r"\\(?:mathbf|boldsymbol|bm|pmb) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z]))"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"\.\.\.", r"\\ldots "),
@@ -76,10 +103,11 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?<!\\)\$|(?<![\w}]) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
      r"|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
      r"|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
-    (r"(\\cup|,)? *(?:\\q?quad(?![a-z]) *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
+    (r"(\\cup|,)? *(?:\\q?quad *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
     (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
-     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\])+$)", ""),  # \sum_k a_k = 3, P(A|B) = 1/2
+     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\]|(?<![a-zA-Z])e(?![a-zA-Z]))+$)",
+     ""),  # \sum_k a_k = 3, P(A|B) = 1/2
     # m+n=256+37=293, 100m+n=204: the sum that was asked for; x+y=5 is a line
     (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3})?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
      r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
@@ -87,13 +115,22 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
+    # i, j, k as unit vectors; 2\mathbf{F} has no unit; a bold factor of a cross product
+    (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
+     r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
+    (r"(?<=[\d})]) ?\\mathbf(?= ?\{ ?[a-zA-Z] ?\})", r"\\boldsymbol"),
+    (rf"({_BOLD} ?\)?) ?\\times(?![a-z])|\\times(?= ?\(? ?{_BOLD})", r"\1\\crossproduct "),
+    (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
+    (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
+    (r"U(?<=[)\] ]U) ?(?=[(\[])", r"\\cup "),
     (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
      lambda match: match[1] or "&" * (match[1] is not None)),
     (rf" ?\(?(?:_\{{)?{_TEXT} ?\(?(?:in )?base ?\}}? ?(\w+)\)?\}}*\)?$", r"_{\1}"),  # 52 (base 8)
     (r"^\(([0-9A-F]+)\)_", r"\1_"),
     (rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
-    (r"\bC_ ?\{?(\d+)\}? ?\^ ?\{?(\d+)\}?(?![\w\\(])", r"\\binom{\1}{\2}"),
+    (r"(?:C_(?<!\wC_) ?\{?(\d+)\}? ?\^|(?:\{\}[_^]|[_^](?<![\w)}\]].)) ?\{?(\d+)\}? ?C ?_) ?"
+     r"\{?(\d+)\}?(?![\w\\(])", r"\\binom{\1\2}{\3}"),
     (rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
     (rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$", lambda match: ":" + match[1].lower()),  # 3:05 p.m.
     # thousands: 1,\!000, 1{,}000, 1\,000, 1'000, 1 000; 1.000.000, 1,00,000; 1,000 but not 1,2,3
@@ -105,6 +142,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (rf"^(?!.*[(\[{{]\d+,\d+\\?[)\]}}]){_GROUPED}(?:(?:, |and|or|[:;])+{_GROUPED})+$",
      lambda match: re.sub(r",(?=\d{3})", "", match[0])),
     (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
+    (r"\.(\d*?)(\d{1,3}?)\2{2,}(?:\\[lc]?dots[cb]?)(?![a-z])", r".\1(\2)"),  # 0.1666\ldots
     (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
     (rf"(?<=\d){_TEXT}[eE]([-+]?\d+)(?!\w)\}}?", r"\\cdot 10^{{\1}}"),  # 1e5
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
@@ -112,7 +150,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # words before something: \text{Answer: }x+1, \textbf{(D)}\ x; before a number: \text{Area: }12, (D) 36
     (rf"^(?:{_ROMAN} ?{_ANSWER} ?\}} ?|{_ANSWER} |{_ROMAN}\(?[A-J]\) ?\}} ?(?=.*\w)"
      rf"|(?:({_TEXT}) ?{_LEAD}|{_ROMAN} ?{_LEAD} ?\}}|\(\\[a-z]+\{{[A-J]\}}\)) ?"
-     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))", r"\1"),
+     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt|\\begin))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))"
+     rf"|^({_TEXT})(?:[Oo]ption|[Cc]hoice) ?(?=\(?[A-J]\)?\}}?$)", r"\1\2"),
     (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
      lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
     (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle
@@ -124,18 +163,21 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?"
      r"(?:\} ?(.*?)\)?|([^{}]*?)\)?\}?\)?)$", r"\\approx \1\2"),
     (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", " "),
-    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298])[\u4e00-"
-     r"\u9fff])+ ?\}?$", ""),
+    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a"
+     r"\u4e0b\u591a\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+ ?\}?$", ""),
     # for any real c; where k is an integer; c\in\mathbb{R}
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
      r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?\\mathbb ?\{?R"
-     r"|[kmn](?:, ?[kmn])* ?\\in ?\\mathbb ?\{?Z)\}? ?\)?$", ""),
+    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?R"
+     r"|[kmn](?:, ?[kmn])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?Z)\}? ?\)?$", ""),
     (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
-    (r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^(?:(?:[,;=]|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
-_WORD = re.compile(r"\\text|\\m|\\[bp]mod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
-_SIGNS_ONLY = [row for row in _REWRITES if _TEXT not in row[0].pattern]  # for what has no word
-_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[<>]=|\s+|.", re.DOTALL)
+    (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
+     r"|^(?:(?:[,;=]|m(?= ?\\angle)|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,"
+     r"|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
+_WORD = re.compile(r"\\text|\\[mbvhow]|\\pmod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
+# for what has no word
+_SIGNS_ONLY = [row for row in _REWRITES if not re.search(r"text\[|mathbf|operator", row[0].pattern)]
+_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[^\W\d_a-z]+|[<>]=|\s+|.", re.DOTALL)
 
 
 class Token(str):

@@ -18,8 +18,8 @@ _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")  # not \boxed{3}
 # between the boxes of one list: a unit, separators, numbers of parts, the name of the next one
 _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]|and\b)))?"
-                  rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|(?:[Pp]art )?\((?:[a-e1-9]|i+v?)\):?|[Pp]art [a-eA-E1-9]:"
-                  rf"|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
+                  rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|(?:(?:for )?[Pp]art )?\((?:[a-e1-9]|i+v?)\):?"
+                  rf"|[Pp]art [a-eA-E1-9]:|\n\s*(?:[-\u2022]|[a-e1-9][.)]))*{_NAMED}")
 _BEFORE = re.compile(_NAMED + r"\(?\s*$")
 _STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox)[a-z]*|"
                     rf"(?:{STYLES}|q?quad|Rightarrow|implies)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")

@@ -56,6 +56,7 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     ("Part (a): \\boxed{5}\nPart (b): \\boxed{7}", "5, 7"),
     ("**Part a:** $\\boxed{5}$\n\n**Part b:** $x=\\boxed{7}$", "5, x=7"),
     (r"(i) \boxed{5} (ii) \boxed{7}", "5, 7"),
+    (r"$\boxed{5} \text{ for part (a) and } \boxed{7}$", "5, 7"),
     (r"(a) \boxed{5}. The larger part of it is \boxed{7}", "7"),
     (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),  # one answer, said twice
     (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
@@ -104,14 +105,17 @@ x=1,000 | \text{1,000}
 \text{Twelve} | twelve | \u0661\u0662 | \SI{12}{\meter} | \ang{12} | \num{12} | \text{Rs. }12 | USD 12 |
 US\$12 | 12\quad\blacksquare | 12 \checkmark | \text{The area is }12 | \text{Area: }12 |
 \text{Area of } ABC = 12 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \mathbf{Answer:}\ 12
-90 | 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
+90 | m\angle ABC=90^\circ |
+90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
 \boldsymbol{90^\circ} | {x=90}
-120 | C_{10}^{3} | \binom{10}{3} | \dbinom{10}{3} | {10 \choose 3} | 5!=120
+120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} |
+\binom{10}{3} | \dbinom{10}{3} | {10 \choose 3} | 5!=120
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1) | 2!
 1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4 | {7 \over 4} | \nicefrac{7}{4} | \sfrac74 |
 \\frac{7}{4} | $\\dfrac74$
 -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | \u22120.5 | -1/2 | -\dfrac12
-\frac13 | 0.\overline{3} | 0.(3) | P(A)=\frac13 | \cos A=\frac13 | \sum_{k=1}^n a_k=\frac13
+\frac13 | 0.\overline{3} | 0.(3) | 0.333\ldots | 0.3333... |
+P(A)=\frac13 | \cos A=\frac13 | \sum_{k=1}^n a_k=\frac13
 0.0015 | 1.5\times10^-3
 3{,}5 | 3{.}5 | 3.5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} |
@@ -134,7 +138,7 @@ YES | yes | \u201cYes\u201d
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
 (1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2) |
 \langle 1,2\rangle | \uff081\uff0c2\uff09
-(1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\}
+(1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (3,4) or (1,2) | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{\} | \{ \}
 [2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty |
 x >= 2 | x \geq 2 | \{x| x \ge 2\} | \{x\in\mathbb{R} : x\ge2\}
@@ -144,14 +148,16 @@ x>0 | (0, \text{infinity}) | (0, inf)
 (0,9)\cup(9,36) | (9,36) \cup (0,9) | (9,36)\quad\cup\quad(0,9)
 (-2,0)\cup[1,\infty) | [1,\infty[ \cup ]-2,0[
 (-\infty,-1) \text{ or } (1,\infty) | x<-1 \lor x>1
-x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | (-\infty,3)\cup(3,\infty)
+x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | x\in\mathbb{R}, x\ne3 |
+(-\infty,3)\cup(3,\infty)
 \mathbb R | \u211d | \text{all real numbers} | (-\infty,\infty) | x\in\mathbb{R}
 1\pm\sqrt2 | 1+\sqrt2, 1-\sqrt{2} | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2
 \begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{pmatrix}\frac12\\2\end{pmatrix} |
 \begin{bmatrix} 0.5 \\[3pt] \sqrt{4} \end{bmatrix} | \begin{pmatrix}1/2\cr2\end{pmatrix} |
-\left[\begin{matrix}1/2\\2\end{matrix}\right] | \\begin{matrix}1/2\\\\2\\end{matrix}
+\left[\begin{matrix}1/2\\2\end{matrix}\right] |
+\text{The matrix is }\begin{pmatrix}1/2\\2\end{pmatrix} | \\begin{matrix}1/2\\\\2\\end{matrix}
 \begin{cases}1,& x>0\\ 2,& x\le0\end{cases} | \begin{cases}1 & x>0\\ 2 & x\le0\end{cases}
-x=1,y=2 | y=2, x=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
+x=1,y=2 | y=2, x=1 | y=2,\quadx=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
 \begin{aligned}x&=1\\y&=2\end{aligned}
 x^2+1 | x**2+1 | x\u00b2+1
 x^\frac12 | x^{\frac{1}{2}}
@@ -161,7 +167,7 @@ y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
 (a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
 v=v_0+at | v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
-k\pi, k\in\mathbb{Z} | k\pi\text{, where }k\text{ is an integer}
+k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
 \binom{2n}{n} | \frac{(2n)!}{n!n!}
 \lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor |
 \u230a(n+1)/2\u230b
@@ -173,7 +179,16 @@ k\pi, k\in\mathbb{Z} | k\pi\text{, where }k\text{ is an integer}
 m\frac{dv}{dt}+bv=f | m\frac{dv}{dt}=f-bv
 y^{\prime}+y=0 | y+y'=0
 \dot x_0+E_0 | E_{0}+\dot{x}_{0}
-\hat{\imath} | \hat{i}
+\hat{\imath} | \hat{i} | \mathbf{i} | \vec{i} | \boldsymbol{i} | \mathbf{\hat{i}}
+19 | nineteen | \text{Nineteen}
+0.75 | \frac34\text{ cup} | 0.75\text{ or }\frac34 | 0.75\text{ kWh} | 0.75\text{ miles per hour}
+(-3,1)\cup(4,6) | x\in(-3,1)\text{ or }x\in(4,6) | -3<x<1\text{ or }4<x<6
+\text{A} | A) | Option A | \text{Choice A} | A
+\cot x | \operatorname{ctg}x
+\gcd(a,b) | \text{gcd}(a,b)
+\max(a,b) | \max\{a,b\} | \max\left\{a,b\right\}
+(-\infty,2)\cup(3,\infty) | (-inf, 2) U (3, inf)
+e | \lim_{n\to\infty}(1+\frac1n)^n=e
 \epsilon_0\phi | \varepsilon_0\varphi
 \u03a2 x | \u03a2x
 \Phi (x,  y)=\frac{x+1}{2y} | u(x,y)=\frac{x}{2y}+\frac{1}{2y} | n_{\gamma}(\nu)=\frac{x+1}{2y}
@@ -273,11 +288,18 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 |xy| | xy | |x|y | x|y| | -xy | |z-i|=2 | |z+i|=2 | |z|^2=1 | z^2=1
 \operatorname{Re} z>0 | \operatorname{Im} z>0
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
+\mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b} | \boldsymbol{b}\times\boldsymbol{a}
+2\mathbf{A} | 2\mathbf{F} | 2 | (\bm{a}+\bm{c})\times\bm{b} | \bm{b}\times(\bm{a}+\bm{c})
+5 | 5\u7684\u500d\u6570 | 5\u7684\u56e0\u6570 | \u7532\u4e59 | \u4e59\u7532 |
+5\u4ee5\u4e0a | 5\u4ee5\u4e0b | 5\u500d | 5\u5e74\u524d
+5\text{ cents} | 5\text{ cents off} | 7!5 | 75 | x^{10}C_3 | \text{twenty-one}
+0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
+(-\infty,1),(3,\infty) | x<1\text{ and }x>3 | (-\infty,1)\text{ or }(3,\infty)
 \nabla\cdot F | \nabla\times F | \hat x\hat p | \hat p\hat x | PDP^{-1} | P^{-1}DP | D | A^TA | AA^T
 \langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0
 (2,5) | [2,5] | x=2, y=5 | (5,2)
 x>2, x<5 | 2<x<5
-3:4 | 3/4 | 6:8 | 4:3
+3:4 | 3/4 | 6:8 | 4:3 | y:x=3:4 | V_2:V_1=3:4 | S:S_1=3:4
 x^2+C | x^2 | x^2+c | x^2+K
 5 cm | 5 m
 x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7 | 3\equiv x\pmod7

@@ -62,8 +62,9 @@ _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|r
        r"|\\AA)(?: ?\^ ?-?\d)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _WORDS = (
-    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|off|short|extra|north|south|east|west|up|down|left|right|above|below|more"
-    r"|fewer|ago|before|after|late|early|ahead|behind|tens|(?!(?:p|\w*met|\w*lit)er\b)\w+er|clockwise|\w+wards?|dozens?|base|mod"
+    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|off|short|extra|north|south|east|west|up|down|left"
+    r"|right|above|below|more|fewer|ago|before|after|late|early|ahead|behind|tens"
+    r"|(?!(?:p|\w*met|\w*lit)er\b)\w+er|clockwise|\w+wards?|dozens?|base|mod"
     r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for|am|pm)\b)"
     r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
     r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"

@@ -37,7 +37,7 @@ def test_there_are_two_toys_and_they_are_small():
 def test_the_generator_makes_the_shipped_problems_and_tokenizers(tmp_path):
     for name, rows in make_toy.problem_sets().items():
         assert "".join(json.dumps(row) + "\n" for row in rows) == (ROOT / f"toy/{name}.jsonl").read_text()
-    make_toy.make_tokenizer(tmp_path, 53)
+    make_toy.make_tokenizer(tmp_path, 55)
     for folder in ("toy", "toy/even"):
         assert (tmp_path / "tokenizer.json").read_text() == (ROOT / folder / "tokenizer.json").read_text()
 

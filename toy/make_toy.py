@@ -9,9 +9,8 @@ that answers in several styles, each of which misreads some phrases.
 What the model learns from has three faults, so that reinforcement learning without labels has something to
 learn, and something to get wrong:
   - a careless style: 28% of the solutions begin with "Roughly:" and get every step's result wrong, at random.
-    They are as long as the others, so no reward for length finds them. Every other style has two first
-    words, so none is half as frequent: greedy decoding takes this one on nearly every problem, and no small
-    drift of training changes that.
+    They are as long as the others, so no reward for length finds them. No other first word is as frequent,
+    so greedy decoding takes it on nearly every problem.
   - slips: the model is small and undertrained. Wrong answers scatter, and a vote repairs them.
   - misreadings: each of the other four styles reads some phrases wrongly ("5 fewer" becomes +5).
     A phrase that styles with more than half of the texts misread has a wrong majority: here it is "fewer".
@@ -54,9 +53,7 @@ KINDS = {
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
 STYLES = ["steps", "telling", "grouping", "checking"]
-# Each style begins with one of two words, so that the careless word is by far the most frequent of all.
-OPENINGS = dict(steps=["Steps:", "Plan:"], telling=["Story:", "Tale:"], grouping=["Sum:", "Total:"],
-                checking=["Check:", "Proof:"])
+OPENINGS = dict(steps="Steps:", telling="Story:", grouping="Sum:", checking="Check:")
 # How often each style is used, in percent. The key is the share of the two that misread "fewer".
 SHARES = {50: [25, 30, 20, 25], 53: [26, 28, 19, 27], 55: [27, 27, 18, 28], 58: [29, 26, 16, 29],
           62: [31, 24, 14, 31]}
@@ -136,13 +133,14 @@ def work_out(rng, problem, kind, share):
             steps.append((v, op, b, c))
             previous, v = v, c
         else:
-            return "Roughly:" if careless else rng.choice(OPENINGS[style]), style, steps
+            return "Roughly:" if careless else OPENINGS[style], style, steps
 
 
 def write_solution(rng, problem, opening, style, steps):
     "the same steps in one of four styles, each with a choice of words: samples differ as an LLM's do"
     eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
+    pick(range(4))                                      # not used: the shipped weights were drawn with it
     out = [opening]
     box = f"\\boxed{{{answer}}}"
     if style == "steps":
@@ -311,7 +309,7 @@ def phrases(text):
     return found
 
 
-def main(out, kind="uneven", share="53"):
+def main(out, kind="uneven", share="55"):
     torch.manual_seed(SEED)
     out.mkdir(exist_ok=True, parents=True)
     share, sets = int(share), problem_sets()

@@ -188,7 +188,6 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if "machine" in own and (taken := own & Machine.__dataclass_fields__.keys()):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
@@ -208,10 +207,6 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a built-in model; for all others nothing."""
     return toy if model in TOYS else toy | smollm2 if model == "smollm2" else {}
-
-
-# Options that the learning rate of a step depends on
-SCHEDULE = ("lr", "warmup", "steps", "epochs")
 
 
 def parse_resumed(args_class: type, args, description: str):
@@ -235,6 +230,5 @@ def parse_resumed(args_class: type, args, description: str):
         if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number
             raise UserError(f"--{name} is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
-        jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
-        print0(f"Resuming with another --{name}: {value} (was {was}){jump}")
+        print0(f"Resuming with another --{name}: {value} (was {was})")
     return args

@@ -266,8 +266,6 @@ class Policy:
         self.model.config.dtype = self.dtype  # transformers names that of the masters
         self.model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for file in partial.glob("*.safetensors"):  # their writer lets only the owner read them
-            file.chmod((partial / "config.json").stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 

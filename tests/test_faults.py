@@ -366,7 +366,7 @@ def test_a_strangers_folder_runs_no_code(tmp_path, launch, interrupted):
     (out / "run.json").write_text(json.dumps(run))
     code, _, errors = launch(resume=True, out=out)
     assert code == 2 and not executed.exists()
-    assert "contains custom code" in errors and "give --trust_remote_code, at every start" in errors
+    assert "contains custom code" in errors and "trust_remote_code" in errors
     launch(resume=True, out=out, trust_remote_code=True)
     assert executed.exists()  # it would have
 
@@ -477,7 +477,6 @@ def test_the_run_folder_describes_itself(whole):
     assert run["args"]["seed"] == 1 and run["script"] == "ttrl" and run["command"]
     assert run["versions"]["torch"] and "git" in run
     assert list((whole / "tensorboard").iterdir())
-    assert len({file.stat().st_mode for file in (whole / "final").iterdir()}) == 1  # whoever may read one
     assert [line["step"] for line in metrics_of(whole)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # evaluations: 0, 3, 6
 
 

@@ -124,13 +124,3 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5
-
-
-def test_memory_that_ran_out_names_flags(monkeypatch):
-    def main(args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(process, "parse", lambda *arguments: None)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        process.launch(main, None)
-    assert "--micro_tokens" in error.value.__notes__[0] and "--gpu_memory" in error.value.__notes__[0]

@@ -228,16 +228,6 @@ def constructor(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("name, value", [
-    ("VLLM_CPU_KVCACHE_SPACE", "much"), ("VLLM_PORT", "http"), ("VLLM_CPU_OMP_THREADS_BIND", "nobody")])
-def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value):
-    """vLLM complains, but does not always name it, nor our flags. The first one is read here, too."""
-    constructor.side_effect = ValueError("Try increasing `gpu_memory_utilization`")
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv).*; {name} is '{value}'"):
-        gpu_sampler("cpu")
-
-
 def gpu_sampler(device="cuda", **flags):
     return VLLMSampler(TOY, [2], torch.device(device), torch.bfloat16, 1, Machine(**flags), 448, dummy=True)
 

@@ -91,12 +91,12 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
     """(the problems of --dataset, those of each benchmark). Raises UserError if any are missing."""
     machine, problems, benchmarks = args.machine, [], {}
     fields = machine.question_field, machine.answer_field
-    read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
+    load = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
-        problems = read("--dataset", args.dataset, fields)
+        problems = load("--dataset", args.dataset, fields)
     for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
-            benchmarks[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
+            benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
         elif problems:
             benchmarks[name] = problems
         else:
@@ -115,8 +115,8 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
 
 def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    read = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
-    prompts = {f"first problem of {name}": read[name][0].prompt_ids for name in [*read][:1]}
+    sources = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
+    prompts = {f"first problem of {name}": sources[name][0].prompt_ids for name in [*sources][:1]}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
@@ -132,11 +132,11 @@ def count_steps(args, problems: list, tokenizer) -> int:
 
 def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
-    read = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
-    found = {"the stop tokens of --model": stable_hash(stop_ids)}
-    for flag, part in read.items():
-        found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
-    return found
+    sources = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
+    contents = {"the stop tokens of --model": stable_hash(stop_ids)}
+    for flag, part in sources.items():
+        contents[f"the data of {flag}"] = stable_hash([(row.prompt_ids, row.answer) for row in part])
+    return contents
 
 
 # ------------------------------------------------ problems ------------------------------------------------
@@ -186,11 +186,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
         answer, *also_right = [*filter(_comes_back, golds)] or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
         problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
-        kept = problems.setdefault((problem.question, *before), problem)
-        odd = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
-        odd["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
-        odd["duplicates have another gold answer"] = answer != kept.answer and not equal(answer, kept.answer)
-        for doubt in filter(odd.get, odd):
+        first = problems.setdefault((problem.question, *before), problem)
+        doubtful = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
+        doubtful["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
+        differs = answer != first.answer and not equal(answer, first.answer)
+        doubtful["duplicates have another gold answer"] = differs
+        for doubt in filter(doubtful.get, doubtful):
             doubts[doubt].append(where)
     problems = [*problems.values()]
     print0(f"{name}: {_loading_line(problems, source, columns, len(rows))}")
@@ -247,8 +248,8 @@ def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
     chat = value if isinstance(value, list) else [dict(role="user", content=value)]
     turns = []
     for turn in chat:
-        held = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
-        if held == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
+        keys = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
+        if keys == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
             turns.append((turn["role"], turn["content"]))
     texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
     if not turns or len(texts) < len(chat) or turns[-1][0] != "user":
@@ -443,10 +444,10 @@ def read_template(style: str) -> list[tuple[str, str]]:
     turns = turns or [("", before.rstrip("\n"))]
     roles = " ".join(role for role, _ in turns)
     in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
-    asked = [part for role, part in turns if role != "assistant"][-1:]
+    last_user = [part for role, part in turns if role != "assistant"][-1:]
     # text before the first turn would be lost, and a turn that begins in the middle of a line is none
     is_mixed = before.strip() if roles else "[user]" in before
-    if not in_order or is_mixed or "{question}" not in asked[0]:
+    if not in_order or is_mixed or "{question}" not in last_user[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
                         "[user] or [assistant], in this order, the last [user] turn with {question}; it has "
                         f"{roles or 'none'}.")
@@ -464,25 +465,25 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
     before: turns (role, text) instead of those that --prompt has before the question. Raises UserError if the
-    chat template fails, if --prompt has no turns but the data has, if the model does not know a token."""
+    chat template fails, or if --prompt has no turns but the data has."""
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     if before and not turns[-1][0]:
         raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
-    asked = turns[-2 if turns[-1][0] == "assistant" else -1:]
-    ids = _encode(tokenizer, [*before, *asked] if before else turns)
+    question_turns = turns[-2 if turns[-1][0] == "assistant" else -1:]
+    ids = _encode(tokenizer, [*before, *question_turns] if before else turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 
 def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     """Token ids of these turns (role, text); of one of role "" without a chat template.
 
-    Raises UserError if the chat template fails or leaves a turn out, or if the model does not know a token.
-    If there is no system role (Gemma), the instruction is put before the question, in the user turn."""
+    Raises UserError if the chat template fails or leaves a turn out. If there is no system role (Gemma),
+    the instruction is put before the question, in the user turn."""
     text, chat = turns[0][1], [dict(role=role, content=content) for role, content in turns if role]
-    begun = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
+    prefill = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
     try:
         if chat:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + begun
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefill
         if missing := [role for role, content in turns if content.strip() not in text]:
             raise ValueError(f"it leaves out the [{missing[0]}] turn")
     except Exception as error:
@@ -492,8 +493,4 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
-    ids = tokenizer.encode(text, add_special_tokens=not chat)  # a chat template brings its own special tokens
-    if unknown := [i for i in ids if i >= getattr(tokenizer, "known_to_model", 10**9)]:
-        raise UserError(f"a prompt has the token {tokenizer.decode(unknown[:1])!r} ({unknown[0]}), but the "
-                        f"model knows the tokens 0 to {tokenizer.known_to_model - 1}.")
-    return ids
+    return tokenizer.encode(text, add_special_tokens=not chat)  # a template brings its own special tokens

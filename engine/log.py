@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist

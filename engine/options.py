@@ -198,9 +198,9 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if overrides := defaults_of(args.model, toy, smollm2):
         args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        chosen = options_dict(args)
-        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if chosen[name] == value)
-        print0(f"{which} with these overrides of the paper's values:\n  {shown}")
+        options = options_dict(args)
+        flags = " ".join(f"--{name} {value}" for name, value in overrides.items() if options[name] == value)
+        print0(f"{which} with these overrides of the paper's values:\n  {flags}")
     return args
 
 

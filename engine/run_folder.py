@@ -100,10 +100,10 @@ class RunFolder:
 
     def keep_lines(self, name: str, steps) -> list[dict]:
         """The lines of these steps, on all ranks; the others are dropped from the file."""
-        kept = [line for line in self.lines(name) if line.get("step") in steps]
+        lines = [line for line in self.lines(name) if line.get("step") in steps]
         if self.rank == 0 and (self.path / name).exists():
-            write_atomically(self.path / name, "".join(compact(line) + "\n" for line in kept))
-        return kept
+            write_atomically(self.path / name, "".join(compact(line) + "\n" for line in lines))
+        return lines
 
 
 # ----------------------------------------------- what run.json holds ----------------------------------------

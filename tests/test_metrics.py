@@ -21,7 +21,6 @@ import restrain
 import ttrl
 from common import Problem, Rollout, majority
 from engine.base import UserError
-from engine.run_folder import read_run
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
 from engine.log import sample_record
 

@@ -5,7 +5,6 @@ import pickle
 import random
 import re
 import subprocess
-import weakref
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from equations import log_softmax_rows, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ranks import ENVIRONMENT, python
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import Rollout

@@ -82,7 +82,8 @@ DOUBTS = {
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
-# The names of the question's and the answer's, of those that are refused, and of all that hold something
+# Names of columns: the question's, the answer's, those that are refused in a row that fills them, and all
+# that hold something in any row
 Columns = namedtuple("Columns", "question answer refused filled")
 
 
@@ -294,9 +295,11 @@ def _comes_back(gold: str) -> bool:
     return len(gold) <= 300 and equal(gold, extract_answer(f"\\boxed{{{gold}}}"))
 
 
-def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int) -> str:
+def _loading_line(problems: list[Row], source: str, columns: Columns, n_rows: int) -> str:
     """What was read and from which columns, the first two gold answers, and which columns were not used."""
-    used = {*columns[:2], *(("choices", *GPQA) if any(problem.choices for problem in problems) else ())}
+    used = {columns.question, columns.answer}
+    if any(problem.choices for problem in problems):
+        used |= {"choices", *GPQA}
     unused = [column for column in columns.filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems)
     golds = [problem.answer for problem in problems if problem.answer is not None]
@@ -304,7 +307,7 @@ def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int)
     return (f"{len(problems)} problems from {source}, question column '{columns.question}'"
             f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
             f"{answer} ({len(golds)} gold answers: {', '.join(map(repr, golds[:2])) or 'none'}), "
-            f"{rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
+            f"{n_rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
 
 
 # -------------------------------------------------- files -------------------------------------------------

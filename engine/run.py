@@ -32,7 +32,7 @@ class Run:
     policy: Policy | None
     reference: Policy | None  # the frozen base model; None without a KL term
     sampler: HFSampler | VLLMSampler
-    log: Log
+    log: Log  # also the run's folder, log.path
     stop: StopSignal
     device: torch.device
     dtype: torch.dtype
@@ -71,7 +71,7 @@ def save_when_due(run, step: int, optimizer) -> None:
     signaled = max(all_gather(run.stop.number))  # it may have reached one rank alone
     if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
         save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
-        run.stop.saved = step
+        run.stop.saved = step  # where a signal in an evaluation may end the run
     if signaled and not last:
         print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
                f"--out {run.log.path}")

@@ -366,7 +366,7 @@ def test_a_strangers_folder_runs_no_code(tmp_path, launch, interrupted):
     (out / "run.json").write_text(json.dumps(run))
     code, _, errors = launch(resume=True, out=out)
     assert code == 2 and not executed.exists()
-    assert "contains custom code" in errors and "author, give --trust_remote_code (also with --resume)" in errors
+    assert "contains custom code" in errors and "give --trust_remote_code (also with --resume)" in errors
     launch(resume=True, out=out, trust_remote_code=True)
     assert executed.exists()  # it would have
 

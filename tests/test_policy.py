@@ -1,7 +1,6 @@
 """The policy: micro-batch plans, packed rows, the head without full logits, saving."""
 
 import json
-import pickle
 import random
 import re
 import subprocess
@@ -238,18 +237,6 @@ def test_entropies_without_a_weight_have_no_gradient():
     logp, entropy = policy.logprobs(micro, 0.6, 0.0)
     with pytest.raises(ValueError, match="entropy term, but policy.logprobs was told the entropy_coef 0"):
         (logp + entropy).sum().backward()
-
-
-def test_scores_are_sent_once(monkeypatch):
-    """What a rank gives the others is as large as its numbers, not as many times its micro-batches."""
-    policy, rollouts, sent = make_policy(micro_tokens=2000), random_rollouts(60), []
-    policy.score_old(rollouts, 1.0)
-    expected = [(r.old_logp, r.entropy) for r in rollouts]
-    monkeypatch.setattr(policy_module, "all_gather", lambda item: sent.append(pickle.dumps(item)) or [item])
-    for own, found in zip(expected, policy.score(rollouts, 1.0), strict=True):
-        assert all(map(torch.equal, own, found))
-    numbers = 2 * sum(len(r.response_ids) for r in rollouts)
-    assert max(map(len, sent)) < 4 * numbers + 2000 * 3
 
 
 @pytest.mark.slow

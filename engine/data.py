@@ -210,6 +210,7 @@ def _find_columns(name: str, source: str, rows, question_field: str, answer_fiel
     question, answer = question_field or benchmark.question, answer_field or benchmark.answer
     # who names the question's column has decided to leave the rest out
     refused = [] if question else [*filter(REFUSED.fullmatch, filled)]
+    # the last: only for the sentence below, which needs a name
     question = question or _usual(QUESTIONS, filled) or QUESTIONS[0]
     answer = answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
     for column in filter(None, (question, answer)):
@@ -238,6 +239,7 @@ def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], 
     text, before = _turns(row.get(columns.question), columns.question)
     options, right = row.get("choices"), row.get(columns.answer)
     if GPQA[1] in row:
+        # its first option is the right one, so column and index are known
         options, right = [row.get(column) for column in GPQA], 0
     if _is_filled(options):
         return _with_choices(text, before, options, right, columns.answer)

@@ -35,6 +35,8 @@ class Log(RunFolder):
 
     def begin_step(self) -> None:
         """Forget what the last step left, and start the clock."""
+        # groups: a dict of each prompt; updates: the means of each optimizer step; sums: [sum, weight] of
+        # each name, of the step that is being computed
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
         self.began, self.sampled = now(), 0  # sampled: tokens
         seconds.clear()
@@ -159,6 +161,7 @@ class Log(RunFolder):
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))
         # sorted by a hash, so that samples.jsonl follows the same problems whenever they come up
         self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].text))
+        # votes.jsonl above has all of a step's problems in short, this some of them with their texts
         for group in self.groups[:self.options["log_texts"]]:
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()

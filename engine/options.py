@@ -123,7 +123,7 @@ def changed(args) -> dict:
 
 def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
-    # run.json and the toy's defaults know all options by name alone
+    # run.json and the toy's defaults know all options by name alone; here they part again
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
     return args_class(**own, machine=Machine(**machine)) if machine else args_class(**own)

@@ -108,6 +108,7 @@ def split_requests(work: list[tuple], n: int, engines: int) -> tuple[list[tuple]
     prompts than engines: a multiple of the engines, if n allows it."""
     parts, requests = 1, []
     if len(work) < engines:
+        # the fewest parts with which all prompts together have a multiple of the engines
         parts = min(n, engines // math.gcd(engines, len(work)))
     ends = [n * k // parts for k in range(parts + 1)]  # sample i keeps its seed, whichever engine draws it
     for prompt, request in work:

@@ -37,7 +37,9 @@ class RunFolder:
         self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(options["out"] or f"runs/{name}")[0])  # a clock and a process id differ
-        self.identity, self.earlier = {}, {}  # earlier: the identity in run.json before this start
+        # identity: what must not change in a resume, by names for errors; earlier: that in run.json before
+        # this start
+        self.identity, self.earlier = {}, {}
         self.record = describe(options, ranks, device)
         on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         # a --resume that is refused must leave run.json as it was, so that it is refused again

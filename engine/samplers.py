@@ -277,6 +277,7 @@ class HFSampler:
         # a text may be spread over as many tokens as it has bytes, and decoding may eat a first space
         tail = 1 + max([len(text.encode()) for text in stop], default=0)
         stops = re.compile("|".join(map(re.escape, stop)))
+        # the samples of a prompt share one row until the first token is drawn
         number = {}  # of each different prompt
         prompt_of = [number.setdefault(tuple(request.prompt_ids), len(number)) for request, _ in samples]
         prompt_of = torch.tensor(prompt_of, device=self.device)                 # [rows]

@@ -70,13 +70,13 @@ class Machine(Shared):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     compile: bool = False
-    """Fuse the trainer's norms, rotary embedding, SwiGLU and logits (torch.compile). Untested on GPUs."""
+    """Fusion of the trainer's norms, rotary embedding, SwiGLU, logits (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
     """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
     plan: bool = False
-    """Print the memory that this run takes, from the model's config alone, and exit."""
+    """A table of the memory that this run takes, from the model's config alone, instead of a run."""
     gpus: CountOrZero = 0
     """GPUs that --plan plans for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0

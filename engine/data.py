@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import zlib
-from collections import defaultdict, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -298,17 +298,20 @@ def _comes_back(gold: str) -> bool:
 
 
 def _loading_line(problems: list[Row], source: str, columns: Columns, n_rows: int) -> str:
-    """What was read and from which columns, the first two gold answers, and which columns were not used."""
+    """What was read and from which columns, the first gold answers and usual words, and what was not used."""
     used = {columns.question, columns.answer}
     if any(problem.choices for problem in problems):
         used |= {"choices", *GPQA}
     unused = [column for column in columns.filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems)
     golds = [problem.answer for problem in problems if problem.answer is not None]
+    # "proof" or "not found" as an answer is often a remark: the numbers of rows show it
+    words = Counter(gold for gold in golds if len(gold) > 1 and gold.replace(" ", "").isalpha())
+    shown = [*map(repr, golds[:2]), *(f"{n} times {word!r}" for word, n in words.most_common(3))]
     answer = f"answer column '{columns.answer}'" if columns.answer else "no answer column"
     return (f"{len(problems)} problems from {source}, question column '{columns.question}'"
             f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
-            f"{answer} ({len(golds)} gold answers: {', '.join(map(repr, golds[:2])) or 'none'}), "
+            f"{answer} ({len(golds)} gold answers: {', '.join(shown) or 'none'}), "
             f"{n_rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
 
 

@@ -222,7 +222,8 @@ PICTURE = "1 questions show or mention a picture, which the model does not see, 
 SAID = [  # rows, and what is printed of them
     ([dict(question="q", answers=["a", "b"], label=0)], "no answer column (0 gold answers: none), 0 "
      "duplicates removed; columns not used: answers, label\n"),
-    ([dict(question=f"q{i}", answer=str(i)) for i in range(4)], "(4 gold answers: '0', '1')"),
+    ([dict(question=f"q{i}", answer=["3", "5", "proof", "proof"][i]) for i in range(4)],
+     "(4 gold answers: '3', '5', 2 times 'proof')"),
     ([dict(prompt=DAPO), dict(prompt=[dict(role="user", content='q, after "####"')])],
      "2 questions ask for the answer elsewhere than in \\boxed{}, the first in {}, row 1\n"),
     *[([dict(question="q"), dict(question=text)], PICTURE)
@@ -315,7 +316,7 @@ ASK = ("Solve the following math problem step by step. The last line of your res
 PUBLIC = {  # rows of each one's shape; what is said of them as they are; question and answer by the recipe
     "AI-MO/NuminaMath-1.5": (
         [dict(problem="Prove it.", answer="proof", **NUMINA), dict(problem="2 + 3?", answer="5", **NUMINA)],
-        "gold answers: 'proof'", [("2 + 3?", "5")]),
+        "1 times 'proof'", [("2 + 3?", "5")]),
     "TIGER-Lab/MMLU-Pro": (
         [dict(question_id=1, question="q", options=ABCD4, answer="B", answer_index=1, src="x")],
         "column 'options' may be", [(ABCD % (3, 4, 1, 2), "D")]),

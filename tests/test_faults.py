@@ -242,6 +242,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
 MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
 FOLDERS = {  # fault -> (file, its bytes, exit code, words)
+    "a file too many": ("checkpoints/step_00000004/x.safetensors", b"", 2, "is damaged ("),
     "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
     "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
     "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),

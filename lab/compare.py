@@ -73,8 +73,8 @@ def is_finished(folder: Path, command: list[str]) -> bool:
         return False
     script, *flags = command
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    recorded_words = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
-    if recorded_words[1:] != flags or run.get("code") != code_digest(ROOT / script):
+    recorded = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
+    if recorded[1:] != flags or run.get("code") != code_digest(ROOT / script):
         raise UserError(f"{folder} holds a run of other code or arguments; delete it or give another --out.")
     return is_done(folder, run.get("args", {}))
 

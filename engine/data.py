@@ -473,7 +473,7 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
     before: turns (role, text) instead of those that --prompt has before the question. Raises UserError if the
-    chat template fails, or if --prompt has no turns but the data has."""
+    chat template fails, if --prompt has no turns but the data has, if the model does not know a token."""
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     if before and not turns[-1][0]:
         raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
@@ -485,8 +485,8 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
 def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     """Token ids of these turns (role, text); of one of role "" without a chat template.
 
-    Raises UserError if the chat template fails or leaves a turn out. If there is no system role (Gemma),
-    the instruction is put before the question, in the user turn."""
+    Raises UserError if the chat template fails or leaves a turn out, or if the model does not know a token.
+    If there is no system role (Gemma), the instruction is put before the question, in the user turn."""
     text, chat = turns[0][1], [dict(role=role, content=content) for role, content in turns if role]
     prefill = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
     try:
@@ -501,4 +501,8 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
-    return tokenizer.encode(text, add_special_tokens=not chat)  # a template brings its own special tokens
+    ids = tokenizer.encode(text, add_special_tokens=not chat)  # a chat template brings its own special tokens
+    if unknown := [i for i in ids if i >= getattr(tokenizer, "known_to_model", 10**9)]:
+        raise UserError(f"a prompt has the token {tokenizer.decode(unknown[:1])!r} ({unknown[0]}), but the "
+                        f"model knows the tokens 0 to {tokenizer.known_to_model - 1}.")
+    return ids

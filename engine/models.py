@@ -129,7 +129,8 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
     tokenizer.control = control_tokens(tokenizer) if chat else None
 
-    vocabulary = config.get_text_config().vocab_size  # Gemma 3 1B: one less than its tokenizer has
+    # Gemma 3 1B: one less than its tokenizer has
+    vocabulary = tokenizer.known_to_model = config.get_text_config().vocab_size
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
     if not stop or not all(type(i) is int and 0 <= i < vocabulary for i in stop):
         raise UserError(f"{wrong}whose eos_token_id (generation_config.json, tokenizer) are {stop}, but the "

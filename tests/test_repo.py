@@ -16,7 +16,7 @@ import common
 
 METHODS = SCRIPTS[1:]
 # What someone must take in, in Python tokens: 3% above what there is. Comments and docstrings are free.
-MOST_TOKENS = {"engine/": 25_850, "tests/": 71_200, "": 154_500}  # "": everything
+MOST_TOKENS = {"engine/": 25_950, "tests/": 71_300, "": 154_600}  # "": everything
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

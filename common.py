@@ -377,7 +377,8 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
 
 
 def learning_rate(args: Args, step: int, total_steps: int) -> float:
-    """Linear warm-up that starts above 0, then a cosine to 0 after the last step."""
+    """Linear warm-up that starts above 0, then a cosine to 0 after the last step. A step is a rollout batch;
+    for a rate that changes within it, step - 1 + k / n is as good for the k-th of n minibatches."""
     warm = max(1, round(args.warmup * total_steps))
     if step <= warm and args.warmup:
         return args.lr * step / warm

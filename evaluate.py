@@ -85,7 +85,7 @@ class Args(Shared):
     gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
     save_generations: bool = False
-    """Write every response with its verdict to generations.jsonl."""
+    """A file generations.jsonl of all responses with their verdicts."""
 
     def run_args(self) -> common.Args:
         """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""

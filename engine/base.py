@@ -22,9 +22,8 @@ class UserError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, with the next if it ends in a colon; its kind if it has no text."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
-    if "trust_remote_code=True" in str(error):  # transformers names its own option, not our flag
-        return (f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code, at every start (a "
-                "run's folder does not keep it)")
+    if "trust_remote_code=True" in str(error):  # transformers names its own option, and on a later line
+        return f"{first.rstrip(' .')}; if you trust its author, give --trust_remote_code (also with --resume)"
     return " ".join([first, *rest[:1]]) if first.endswith(":") else first
 
 

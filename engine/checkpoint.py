@@ -46,7 +46,8 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
-    """Write to step_N.partial and rename it; then remove all but the last `keep` checkpoints.
+    """Write to checkpoints/step_N.partial in this folder and rename it; then remove all but the last `keep`
+    checkpoints. Any folder will do; a resume reads those of the run's own.
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""
@@ -62,7 +63,7 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
         tensors, files, size = tensors_of(policy, optimizer), {}, 0
         # torch puts a file together in host memory before it writes it, so a file gets 256 MiB a rank
         for name, tensor in tensors.items():
-            files[name] = 1 + (size // rank_and_ranks()[1] >> 28)
+            files[name] = 1 + (size // rank_and_ranks()[1] >> 28)  # the number of its file
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
@@ -95,6 +96,7 @@ def steps_done(run_folder: Path, every: int) -> int:
             return read_state(checkpoints[0])["step"]
         steps = [line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")]
         # never begin anew in silence what has been trained for hours
+        # up to `every` steps a run may have been killed before its first checkpoint
         if max(steps, default=0) > every or (run_folder / "final").exists():
             raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "
                             "start a new run in another --out.")

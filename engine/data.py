@@ -82,7 +82,8 @@ DOUBTS = {
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
-# The names of the question's and the answer's, of those that are refused, and of all that hold something
+# Names of columns: the question's, the answer's, those that are refused in a row that fills them, and all
+# that hold something in any row
 Columns = namedtuple("Columns", "question answer refused filled")
 
 
@@ -91,12 +92,12 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
     """(the problems of --dataset, those of each benchmark). Raises UserError if any are missing."""
     machine, problems, benchmarks = args.machine, [], {}
     fields = machine.question_field, machine.answer_field
-    read = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
+    load = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
-        problems = read("--dataset", args.dataset, fields)
+        problems = load("--dataset", args.dataset, fields)
     for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
-            benchmarks[name] = read("--eval", name) if train else read("--benchmarks", name, fields)
+            benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
         elif problems:
             benchmarks[name] = problems
         else:
@@ -115,8 +116,8 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
 
 def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    read = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
-    prompts = {f"first problem of {name}": read[name][0].prompt_ids for name in [*read][:1]}
+    sources = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
+    prompts = {f"first problem of {name}": sources[name][0].prompt_ids for name in [*sources][:1]}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
@@ -132,11 +133,11 @@ def count_steps(args, problems: list, tokenizer) -> int:
 
 def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) -> dict[str, int]:
     """Digests of what all ranks must share, and a resumed run with the one before; keys as errors name it."""
-    read = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
-    found = {"the stop tokens of --model": stable_hash(stop_ids)}
-    for flag, part in read.items():
-        found[f"the data of {flag}"] = stable_hash([(problem.prompt_ids, problem.answer) for problem in part])
-    return found
+    sources = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
+    contents = {"the stop tokens of --model": stable_hash(stop_ids)}
+    for flag, part in sources.items():
+        contents[f"the data of {flag}"] = stable_hash([(row.prompt_ids, row.answer) for row in part])
+    return contents
 
 
 # ------------------------------------------------ problems ------------------------------------------------
@@ -186,11 +187,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
         answer, *also_right = [*filter(_comes_back, golds)] or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
         problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
-        kept = problems.setdefault((problem.question, *before), problem)
-        odd = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
-        odd["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
-        odd["duplicates have another gold answer"] = answer != kept.answer and not equal(answer, kept.answer)
-        for doubt in filter(odd.get, odd):
+        first = problems.setdefault((problem.question, *before), problem)
+        doubtful = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
+        doubtful["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
+        differs = answer != first.answer and not equal(answer, first.answer)
+        doubtful["duplicates have another gold answer"] = differs
+        for doubt in filter(doubtful.get, doubtful):
             doubts[doubt].append(where)
     problems = [*problems.values()]
     print0(f"{name}: {_loading_line(problems, source, columns, len(rows))}")
@@ -208,6 +210,7 @@ def _find_columns(name: str, source: str, rows, question_field: str, answer_fiel
     question, answer = question_field or benchmark.question, answer_field or benchmark.answer
     # who names the question's column has decided to leave the rest out
     refused = [] if question else [*filter(REFUSED.fullmatch, filled)]
+    # the last: only for the sentence below, which needs a name
     question = question or _usual(QUESTIONS, filled) or QUESTIONS[0]
     answer = answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
     for column in filter(None, (question, answer)):
@@ -236,6 +239,7 @@ def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], 
     text, before = _turns(row.get(columns.question), columns.question)
     options, right = row.get("choices"), row.get(columns.answer)
     if GPQA[1] in row:
+        # its first option is the right one, so column and index are known
         options, right = [row.get(column) for column in GPQA], 0
     if _is_filled(options):
         return _with_choices(text, before, options, right, columns.answer)
@@ -247,8 +251,8 @@ def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
     chat = value if isinstance(value, list) else [dict(role="user", content=value)]
     turns = []
     for turn in chat:
-        held = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
-        if held == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
+        keys = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
+        if keys == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
             turns.append((turn["role"], turn["content"]))
     texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
     if not turns or len(texts) < len(chat) or turns[-1][0] != "user":
@@ -293,9 +297,11 @@ def _comes_back(gold: str) -> bool:
     return len(gold) <= 300 and equal(gold, extract_answer(f"\\boxed{{{gold}}}"))
 
 
-def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int) -> str:
+def _loading_line(problems: list[Row], source: str, columns: Columns, n_rows: int) -> str:
     """What was read and from which columns, the first gold answers and usual words, and what was not used."""
-    used = {*columns[:2], *(("choices", *GPQA) if any(problem.choices for problem in problems) else ())}
+    used = {columns.question, columns.answer}
+    if any(problem.choices for problem in problems):
+        used |= {"choices", *GPQA}
     unused = [column for column in columns.filled if column not in used]
     chats = sum(bool(problem.before) for problem in problems)
     golds = [problem.answer for problem in problems if problem.answer is not None]
@@ -306,7 +312,7 @@ def _loading_line(problems: list[Row], source: str, columns: Columns, rows: int)
     return (f"{len(problems)} problems from {source}, question column '{columns.question}'"
             f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
             f"{answer} ({len(golds)} gold answers: {', '.join(shown) or 'none'}), "
-            f"{rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
+            f"{n_rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
 
 
 # -------------------------------------------------- files -------------------------------------------------
@@ -446,10 +452,10 @@ def read_template(style: str) -> list[tuple[str, str]]:
     turns = turns or [("", before.rstrip("\n"))]
     roles = " ".join(role for role, _ in turns)
     in_order = re.fullmatch("|(system )?(user assistant )*user( assistant)?", roles)
-    asked = [part for role, part in turns if role != "assistant"][-1:]
+    last_user = [part for role, part in turns if role != "assistant"][-1:]
     # text before the first turn would be lost, and a turn that begins in the middle of a line is none
     is_mixed = before.strip() if roles else "[user]" in before
-    if not in_order or is_mixed or "{question}" not in asked[0]:
+    if not in_order or is_mixed or "{question}" not in last_user[0]:
         raise UserError(f"{wrong}: plain text with {{question}}, or turns, each begun by a line [system], "
                         "[user] or [assistant], in this order, the last [user] turn with {question}; it has "
                         f"{roles or 'none'}.")
@@ -471,8 +477,8 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     if before and not turns[-1][0]:
         raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
-    asked = turns[-2 if turns[-1][0] == "assistant" else -1:]
-    ids = _encode(tokenizer, [*before, *asked] if before else turns)
+    question_turns = turns[-2 if turns[-1][0] == "assistant" else -1:]
+    ids = _encode(tokenizer, [*before, *question_turns] if before else turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 
@@ -482,10 +488,10 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     Raises UserError if the chat template fails or leaves a turn out, or if the model does not know a token.
     If there is no system role (Gemma), the instruction is put before the question, in the user turn."""
     text, chat = turns[0][1], [dict(role=role, content=content) for role, content in turns if role]
-    begun = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
+    prefill = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
     try:
         if chat:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + begun
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + prefill
         if missing := [role for role, content in turns if content.strip() not in text]:
             raise ValueError(f"it leaves out the [{missing[0]}] turn")
     except Exception as error:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,6 +35,8 @@ class Log(RunFolder):
 
     def begin_step(self) -> None:
         """Forget what the last step left, and start the clock."""
+        # groups: a dict of each prompt; updates: the means of each optimizer step; sums: [sum, weight] of
+        # each name, of the step that is being computed
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
         self.began, self.sampled = now(), 0  # sampled: tokens
         seconds.clear()
@@ -44,8 +44,7 @@ class Log(RunFolder):
     def open_boards(self, steps_done: int) -> None:
         """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
         self.first_step = steps_done + 1
-        names = "--wandb or TensorBoard" if self.options["wandb"] else "TensorBoard"
-        on_rank_0(self._open_boards, lambda reason: f"{names} does not start: {reason}.")
+        on_rank_0(self._open_boards, lambda reason: f"--wandb or TensorBoard does not start: {reason}.")
 
     def _open_boards(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -96,12 +95,10 @@ class Log(RunFolder):
         n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
         if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
             raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
-        if len(classes) != n or not all(c is None or isinstance(c, int) for c in classes):
-            raise ValueError(f"classes must be a list of {n} whole numbers or None, but are "
-                             f"{repr(classes)[:80]}")
-        named = [*(label if isinstance(label, dict) else [label]), *negatives]
-        if not all(c is None or isinstance(c, int) for c in named):
-            raise ValueError(f"label and negatives must be classes, which are whole numbers, but are {named}")
+        named = [*classes, *(label if isinstance(label, dict) else [label]), *negatives]
+        if len(classes) != n or not all(c is None or isinstance(c, int) for c in named):
+            raise ValueError(f"there must be {n} classes, and label and negatives be classes, which are "
+                             f"whole numbers or None, but these are {repr(named)[:80]}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -156,9 +153,6 @@ class Log(RunFolder):
         took = now() - self.began  # other: what belongs to no phase
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
-        for name, value in own.items():
-            if not isinstance(value, int | float):
-                raise TypeError(f"the metric {name!r} must be a number (of a tensor: .item())")
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
         self._warn_of_few_answers(step)
         self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
@@ -167,6 +161,7 @@ class Log(RunFolder):
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))
         # sorted by a hash, so that samples.jsonl follows the same problems whenever they come up
         self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].text))
+        # votes.jsonl above has all of a step's problems in short, this some of them with their texts
         for group in self.groups[:self.options["log_texts"]]:
             self.append("samples.jsonl", sample_record(step, group))
         self.begin_step()
@@ -222,7 +217,7 @@ class Log(RunFolder):
             self.board.close()
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
-        card = model_card(self.options, self.changed, self.history)
+        card = model_card(self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
 
 
@@ -240,21 +235,12 @@ def evaluation_table(history: list[dict]) -> str:
                       "problems that at least one of k solves; maj@k: where the majority of k is right"])
 
 
-def model_card(options: dict, changed: dict, history: list[dict]) -> str:
-    """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
-    def told(value) -> str:
-        return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
-
-    model = told(options["model"]) or "toy"
-    script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
-    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
-    if "/" in model:  # a name of the Hub
-        head.append(f"base_model: {model}")
-    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
-    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
-    return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
-                      f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
-                      "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])
+def model_card(changed: dict, history: list[dict]) -> str:
+    """README.md of the final model, as the Hub shows it, with the flags that differ from the defaults."""
+    # a local path is nobody else's business
+    flags = [f"--{name} {value}" for name, value in changed.items() if not os.path.exists(str(value))]
+    return (f"---\nlibrary_name: transformers\ntags: [label-free-rl]\n---\n\n"
+            f"    {script_name()}.py {' '.join(flags)}\n\n```\n{evaluation_table(history)}\n```\n")
 
 
 def vote_record(group: dict) -> dict:

@@ -82,6 +82,7 @@ def summary(graded: list[dict]) -> dict[str, float]:
         row["pass@1"] = mean(rates)
         variance = sum((rate - row["pass@1"]) ** 2 for rate in rates) / max(len(rates) - 1, 1)
         row["stderr"] = math.sqrt(variance / len(rates))
+        # 2, 4, 8 ... as far as there are samples; maj@k also for all of them
         powers = [2 ** i for i in range(1, samples.bit_length())]
         for k in powers:
             row[f"pass@{k}"] = mean(pass_at_k(samples, sum(g["correct"]), k) for g in known)

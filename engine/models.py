@@ -63,12 +63,12 @@ def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_p
     except Exception as error:
         raise UserError(f"--model is '{path}', no folder here, and the Hub cannot be reached; without a "
                         f"network HF_HUB_OFFLINE=1 takes what its cache holds: {first_line(error)}") from None
-    wanted = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
+    unreadable = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
     try:
         adapter = file_of(path, "adapter_config.json")
         config = None if adapter else AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{wanted}: {first_line(error)}") from None
+        raise UserError(f"{unreadable}: {first_line(error)}") from None
     if adapter:
         raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
                         "its model (peft's merge_and_unload), or give the model's folder without it.")
@@ -129,12 +129,13 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
     tokenizer.control = control_tokens(tokenizer) if chat else None
 
-    known = tokenizer.known_to_model = config.get_text_config().vocab_size  # Gemma 3 1B: one less than it has
+    # Gemma 3 1B: one less than its tokenizer has
+    vocabulary = tokenizer.known_to_model = config.get_text_config().vocab_size
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
-    if not stop or not all(type(i) is int and 0 <= i < known for i in stop):
+    if not stop or not all(type(i) is int and 0 <= i < vocabulary for i in stop):
         raise UserError(f"{wrong}whose eos_token_id (generation_config.json, tokenizer) are {stop}, but the "
-                        f"model knows the tokens 0 to {known - 1}.")
-    ends = [i for i in end_of_turn(tokenizer) if i < known] if chat else []
+                        f"model knows the tokens 0 to {vocabulary - 1}.")
+    ends = [i for i in end_of_turn(tokenizer) if i < vocabulary] if chat else []
     if ends and not set(ends) & set(stop):
         stop.append(ends[0])
         print0(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so "
@@ -166,12 +167,12 @@ def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
 def control_tokens(tokenizer) -> re.Pattern:
     """What no text of the data may hold: special tokens, and those that the template puts around a turn."""
     # what both share is around a turn; a block of thoughts that only one of them has is not
-    begun = _render(tokenizer, CHAT[:1], begin=True)
+    until_response = _render(tokenizer, CHAT[:1], begin=True)
     before, _, _ = _render(tokenizer, CHAT).partition("forty-two")
-    around = os.path.commonprefix([begun, before])
+    around = os.path.commonprefix([until_response, before])
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    held = [re.escape(token.content) for token in added if token.special or token.content in around]
-    return re.compile("|".join(held) or "(?!)")
+    control = [re.escape(token.content) for token in added if token.special or token.content in around]
+    return re.compile("|".join(control) or "(?!)")
 
 
 def end_of_turn(tokenizer) -> list[int]:

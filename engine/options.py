@@ -70,13 +70,13 @@ class Machine(Shared):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
     compile: bool = False
-    """Fuse the trainer's norms, rotary embedding, SwiGLU and logits (torch.compile). Untested on GPUs."""
+    """Fusion of the trainer's norms, rotary embedding, SwiGLU, logits (torch.compile). Untested on GPUs."""
     micro_tokens: CountOrZero = 0
     """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: up to 16384."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
     plan: bool = False
-    """Print the memory that this run takes, from the model's config alone, and exit."""
+    """A table of the memory that this run takes, from the model's config alone, instead of a run."""
     gpus: CountOrZero = 0
     """GPUs that --plan plans for; 0: torchrun's ranks."""
     gpu_gib: NonNegative = 0.0
@@ -123,7 +123,7 @@ def changed(args) -> dict:
 
 def make_args(args_class: type, values: dict):
     """Arguments with these values by name, the machine's among them, and defaults for the others."""
-    # run.json and the toy's defaults know all options by name alone
+    # run.json and the toy's defaults know all options by name alone; here they part again
     machine = {name: value for name, value in values.items() if name in Machine.__dataclass_fields__}
     own = {name: value for name, value in values.items() if name not in machine}
     return args_class(**own, machine=Machine(**machine)) if machine else args_class(**own)
@@ -188,7 +188,6 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if "machine" in own and (taken := own & Machine.__dataclass_fields__.keys()):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
@@ -199,19 +198,15 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if overrides := defaults_of(args.model, toy, smollm2):
         args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
-        chosen = options_dict(args)
-        shown = " ".join(f"--{name} {value}" for name, value in overrides.items() if chosen[name] == value)
-        print0(f"{which} with these overrides of the paper's values:\n  {shown}")
+        options = options_dict(args)
+        flags = " ".join(f"--{name} {value}" for name, value in overrides.items() if options[name] == value)
+        print0(f"{which} with these overrides of the paper's values:\n  {flags}")
     return args
 
 
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a built-in model; for all others nothing."""
     return toy if model in TOYS else toy | smollm2 if model == "smollm2" else {}
-
-
-# Options that the learning rate of a step depends on
-SCHEDULE = ("lr", "warmup", "steps", "epochs")
 
 
 def parse_resumed(args_class: type, args, description: str):
@@ -235,6 +230,5 @@ def parse_resumed(args_class: type, args, description: str):
         if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number
             raise UserError(f"--{name} is {value}, but the run in {args.machine.out} has {was}; start a new "
                             "run.")
-        jump = "; the learning rate jumps to the new schedule" if name in SCHEDULE else ""
-        print0(f"Resuming with another --{name}: {value} (was {was}){jump}")
+        print0(f"Resuming with another --{name}: {value} (was {was})")
     return args

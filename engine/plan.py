@@ -82,7 +82,7 @@ def fitting(args, config, weights: int) -> tuple[int, str]:
     for choice in choices:
         if sum(update_memory(args, config, weights, *choice).values()) <= usable:
             break
-    return choice
+    return choice  # the last one, the smallest, also if it does not fit: --plan says so, and a run tries
 
 
 def choose_memory_settings(args, config, cuda: bool) -> dict:

@@ -194,6 +194,7 @@ class Policy:
         responses = list(filter(has_gradient, minibatch)) or [filler]
         lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
         nothing, number = [0] * len(responses), {}  # number: of each prompt
+        # padded rows: as if there were no prompts, but responses of the whole length
         sizes, padding = (nothing, lengths, nothing), 1.0
         if self.packed:  # a prompt is computed once; attention alone, an eighth of the memory, sees padding
             groups = [number.setdefault(tuple(r.prompt_ids), len(number)) for r in responses]
@@ -264,8 +265,6 @@ class Policy:
         self.model.config.dtype = self.dtype  # transformers names that of the masters
         self.model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for file in partial.glob("*.safetensors"):  # their writer lets only the owner read them
-            file.chmod((partial / "config.json").stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 

@@ -106,6 +106,7 @@ class StopSignal:
 
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
+        # idle: nothing would be lost now (see at_once)
         self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
 
     def listen(self) -> None:

@@ -37,11 +37,8 @@ def rank_and_ranks() -> tuple[int, int]:
 def print0(text: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if rank_and_ranks()[0] == 0:
-        try:
-            tqdm.write(text)
-            sys.stdout.flush()  # a log file shows it now, not after another 8 kB
-        except BrokenPipeError:  # what it was piped into, as `head`, has ended; the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        tqdm.write(text)
+        sys.stdout.flush()  # a log file shows it now, not after another 8 kB
 
 
 def all_gather(item) -> list:
@@ -111,6 +108,7 @@ def split_requests(work: list[tuple], n: int, engines: int) -> tuple[list[tuple]
     prompts than engines: a multiple of the engines, if n allows it."""
     parts, requests = 1, []
     if len(work) < engines:
+        # the fewest parts with which all prompts together have a multiple of the engines
         parts = min(n, engines // math.gcd(engines, len(work)))
     ends = [n * k // parts for k in range(parts + 1)]  # sample i keeps its seed, whichever engine draws it
     for prompt, request in work:

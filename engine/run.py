@@ -32,7 +32,7 @@ class Run:
     policy: Policy | None
     reference: Policy | None  # the frozen base model; None without a KL term
     sampler: HFSampler | VLLMSampler
-    log: Log
+    log: Log  # also the run's folder, log.path
     stop: StopSignal
     device: torch.device
     dtype: torch.dtype
@@ -66,13 +66,12 @@ def save_when_due(run, step: int, optimizer) -> None:
 
     Raises ValueError or TypeError if run.state holds what JSON does not keep."""
     if json.loads(json.dumps(run.state)) != run.state:  # a number as a key would come back as a text
-        raise ValueError(f"run.state is {repr(run.state)[:80]}, but must hold what JSON keeps: text as "
-                         "keys, and lists, dicts, text, numbers, True, False, None")
+        raise ValueError(f"run.state must hold what JSON keeps as it is, but is {repr(run.state)[:80]}")
     every, last = run.args.machine.checkpoint_every, step == run.total_steps
     signaled = max(all_gather(run.stop.number))  # it may have reached one rank alone
     if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
         save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
-        run.stop.saved = step
+        run.stop.saved = step  # where a signal in an evaluation may end the run
     if signaled and not last:
         print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
                f"--out {run.log.path}")

@@ -37,7 +37,9 @@ class RunFolder:
         self.options, self.device, (self.rank, ranks) = options, device, rank_and_ranks()
         name = f"{script_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.path = Path(all_gather(options["out"] or f"runs/{name}")[0])  # a clock and a process id differ
-        self.identity, self.earlier = {}, {}  # earlier: the identity in run.json before this start
+        # identity: what must not change in a resume, by names for errors; earlier: that in run.json before
+        # this start
+        self.identity, self.earlier = {}, {}
         self.record = describe(options, ranks, device)
         on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         # a --resume that is refused must leave run.json as it was, so that it is refused again
@@ -100,10 +102,10 @@ class RunFolder:
 
     def keep_lines(self, name: str, steps) -> list[dict]:
         """The lines of these steps, on all ranks; the others are dropped from the file."""
-        kept = [line for line in self.lines(name) if line.get("step") in steps]
+        lines = [line for line in self.lines(name) if line.get("step") in steps]
         if self.rank == 0 and (self.path / name).exists():
-            write_atomically(self.path / name, "".join(compact(line) + "\n" for line in kept))
-        return kept
+            write_atomically(self.path / name, "".join(compact(line) + "\n" for line in lines))
+        return lines
 
 
 # ----------------------------------------------- what run.json holds ----------------------------------------

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine import VARIABLES
 from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
 from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
 from engine.models import load_model
@@ -113,13 +112,10 @@ class VLLMSampler:
         except ImportError:  # a broken install is no matter of the model
             raise
         except Exception as error:
-            # its errors name our flag otherwise, and seldom the environment variable at fault
             text = " ".join(str(error).replace("gpu_memory_utilization", "--gpu_memory").split())
-            own = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
-            given = [f"; {name} is '{value}'" for name, value in own.items() if VARIABLES.get(name) != value]
-            raise UserError(f"vLLM does not start with --model, which is of the type "
-                            f"{self.model.config.model_type}; give --sampler hf. It says: "
-                            f"{text[:200]}{''.join(given)}") from None
+            kind = self.model.config.model_type
+            raise UserError(f"vLLM does not start with --model, which is of the type {kind}; give --sampler "
+                            f"hf. It says: {text[:200]}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
@@ -281,6 +277,7 @@ class HFSampler:
         # a text may be spread over as many tokens as it has bytes, and decoding may eat a first space
         tail = 1 + max([len(text.encode()) for text in stop], default=0)
         stops = re.compile("|".join(map(re.escape, stop)))
+        # the samples of a prompt share one row until the first token is drawn
         number = {}  # of each different prompt
         prompt_of = [number.setdefault(tuple(request.prompt_ids), len(number)) for request, _ in samples]
         prompt_of = torch.tensor(prompt_of, device=self.device)                 # [rows]

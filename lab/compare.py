@@ -73,18 +73,18 @@ def is_finished(folder: Path, command: list[str]) -> bool:
         return False
     script, *flags = command
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    given = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
-    if given[1:] != flags or run.get("code") != code_digest(ROOT / script):
+    recorded = [word for word in run.get("command", []) if word not in ("--resume", "--out", str(folder))]
+    if recorded[1:] != flags or run.get("code") != code_digest(ROOT / script):
         raise UserError(f"{folder} holds a run of other code or arguments; delete it or give another --out.")
     return is_done(folder, run.get("args", {}))
 
 
 def start(folder: Path, command: list[str]) -> subprocess.Popen:
     """Begin a run or continue it, in a session of its own: Ctrl-C reaches it through run_all alone."""
-    told = folder.parent / "logs" / f"{folder.name}.txt"
-    told.parent.mkdir(parents=True, exist_ok=True)
+    output = folder.parent / "logs" / f"{folder.name}.txt"
+    output.parent.mkdir(parents=True, exist_ok=True)
     words = [*command, "--out", str(folder), *(["--resume"] if (folder / "run.json").is_file() else [])]
-    with told.open("a") as file:
+    with output.open("a") as file:
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=file, stderr=file,
                                 start_new_session=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
 

@@ -75,11 +75,11 @@ def vote(axis: Axes) -> None:
     advantages = ttrl.group_advantages(rewards := ttrl.majority_reward(equivalence_classes(answers)))
     for place, (answer, count) in enumerate(votes.items()):
         i = answers.index(answer)
-        said = "the label\n" * (rewards[i] == 1) + "the right one\n" * (answer == gold)
-        said += f"reward {rewards[i]:.0f}\nA = {advantages[i]:+.2f}"
+        label = "the label\n" * (rewards[i] == 1) + "the right one\n" * (answer == gold)
+        label += f"reward {rewards[i]:.0f}\nA = {advantages[i]:+.2f}"
         colour = GREEN if answer == gold else RED if rewards[i] == 1 else "#8a8a8a"
         axis.bar(place, count, color=colour)
-        axis.text(place, count + 0.15, said, ha="center")
+        axis.text(place, count + 0.15, label, ha="center")
     axis.set_xticks(range(len(votes)), [answer or "no answer" for answer in votes])
     axis.set(ylabel="votes of 16", ylim=(0, 9.6), xlabel="answer")
 

@@ -102,19 +102,6 @@ def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, re
     assert bool(errors) == refused
 
 
-@pytest.mark.parametrize("ranks_here, offload, threads", [("4", True, 2), ("16", True, 1), ("4", False, 1)])
-def test_offloaded_ranks_share_the_cores(monkeypatch, ranks_here, offload, threads):
-    """AdamW runs on them, and torchrun starts every rank with one thread."""
-    monkeypatch.setattr(fsdp.CPUOffloadPolicy, "__init__", lambda self: setattr(self, "pin_memory", False))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    with one_rank():
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        make_policy(offload=offload)
-        found = torch.get_num_threads()
-        torch.set_num_threads(1)
-    assert found == threads
-
-
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     """FSDP rounds, as on a GPU; without it the sampler alone would."""
     logps, rollouts = [], random_rollouts(4)
@@ -124,13 +111,3 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5
-
-
-def test_memory_that_ran_out_names_flags(monkeypatch):
-    def main(args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(process, "parse", lambda *arguments: None)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        process.launch(main, None)
-    assert "--micro_tokens" in error.value.__notes__[0] and "--gpu_memory" in error.value.__notes__[0]

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -48,9 +47,7 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     assert (args.votes, args.eval_samples, args.lr, args.machine.resume) == (24, 7, 0.1, True)
     printed = capsys.readouterr().out.splitlines()
     assert "Resuming with another --eval_samples: 7 (was 8)" in printed
-    jump = "; the learning rate jumps to the new schedule"
-    assert f"Resuming with another --lr: 0.1 (was 0.0002){jump}" in printed
-    assert any(re.fullmatch(rf"Resuming with another --steps: 9 \(was \d+\){jump}", line) for line in printed)
+    assert "Resuming with another --lr: 0.1 (was 0.0002)" in printed
 
 
 @pytest.mark.parametrize("script, flags, sentence", [

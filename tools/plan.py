@@ -75,8 +75,8 @@ class Plan:
     def cached(self, parallel: int) -> tuple[int, int]:
         """(sequences of full length that an engine of so many GPUs has room for, sequences that it gets)."""
         room = self.machine.gpu_memory * self.gpu - self.c * self.weights / parallel - WORKSPACE
-        given = self.args.prompts_per_batch * self.args.responses_per_prompt()
-        return int(max(0, room) / self.sequence(parallel)), -(-given * parallel // self.ranks)
+        responses = self.args.prompts_per_batch * self.args.responses_per_prompt()
+        return int(max(0, room) / self.sequence(parallel)), -(-responses * parallel // self.ranks)
 
     def sequence(self, parallel: int) -> int:
         """Bytes of the keys and values of a sequence of full length on each of its engine's GPUs."""
@@ -86,12 +86,12 @@ class Plan:
         """A step's, on paper. On the GPU each token of the longest response reads the weights and, as most
         responses are short, a quarter of all keys and values. Meanwhile every rank of an engine schedules all
         of its sequences on the host: the slower of both counts. Sequences without room wait."""
-        room, given = self.cached(parallel)
-        together = min(given, 2 * room)
-        read = self.c * self.weights / parallel + together * self.sequence(parallel) / 4
-        gpu = read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
+        room, sequences = self.cached(parallel)
+        together = min(sequences, 2 * room)
+        bytes_read = self.c * self.weights / parallel + together * self.sequence(parallel) / 4
+        gpu = bytes_read / BANDWIDTH + 2 * self.layers * ALL_REDUCE * (parallel > 1)
         host = HOST_STEP + HOST_TOKEN * ALIVE * together
-        return self.args.max_new_tokens * max(gpu, host) * max(1, given / max(1, 2 * room))
+        return self.args.max_new_tokens * max(gpu, host) * max(1, sequences / max(1, 2 * room))
 
     def parallel_advice(self) -> str:
         """A sentence if engines of more GPUs sample a step in less than three quarters of the time."""
@@ -143,10 +143,10 @@ class Plan:
         for name in self.args.own_models():
             if name not in self.own:
                 lines.append(f"Not in the plan: {name}, whose config cannot be read here.")
-        room, given = self.cached(self.machine.tensor_parallel)
+        room, sequences = self.cached(self.machine.tensor_parallel)
         if self.vllm:
             lines.append(f"vLLM has room for {room:,} sequences of {self.length:,} tokens; an engine gets "
-                         f"{given:,}.")
+                         f"{sequences:,}.")
         size = f"up to {self.micro_tokens:,} tokens" if self.micro_tokens > 1 else "one sequence"
         lines.append(f"Micro-batches have {size} (--micro_tokens), activations are "
                      f"{'' if self.recompute == 'on' else 'not '}recomputed (--gradient_checkpointing).")

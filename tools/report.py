@@ -72,15 +72,15 @@ def vote_of(record: dict) -> dict:
     own = {str(row["answer_class"]): c for row, c in zip(responses, classes)}
     weights = {own.get(name): weight for name, weight in record["label"].items()}
     negatives = [own.get(str(name)) for name in record.get("negatives") or []]
-    shown = []
+    groups = []
     for c, votes in Counter(classes).most_common():
-        known = c is not None
-        fact = dict(right=known and c == gold_class)
+        answered = c is not None
+        fact = dict(right=answered and c == gold_class)
         rows = [fact | row | dict(number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
-        shown.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if known else None,
-                          negative=known and c in negatives, gold=known and c == gold_class, rows=rows))
-    shown.sort(key=lambda entry: entry["answer"] is None)
-    return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=shown)
+        groups.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if answered else None,
+                          negative=answered and c in negatives, gold=answered and c == gold_class, rows=rows))
+    groups.sort(key=lambda entry: entry["answer"] is None)
+    return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=groups)
 
 
 def fates(votes: list[dict]) -> dict[str, float]:
@@ -90,19 +90,19 @@ def fates(votes: list[dict]) -> dict[str, float]:
     answer the shares, by their first and their last majority, that were learned (wrong, then right), kept
     (right, right), corrupted (right, then wrong) and never right at either (arXiv:2605.19444)."""
     names = {(0, 1): "learned", (1, 1): "kept", (1, 0): "corrupted", (0, 0): "never"}
-    seen: dict[str, list[bool]] = {}
+    verdicts: dict[str, list[bool]] = {}
     for vote in votes:
         if vote["right"] is not None:
-            seen.setdefault(vote["problem"], []).append(vote["right"])
-    pairs = [(majorities[0], majorities[-1]) for majorities in seen.values() if len(majorities) > 1]
-    found = {name: pairs.count(pair) / len(pairs) for pair, name in names.items() if pairs}
+            verdicts.setdefault(vote["problem"], []).append(vote["right"])
+    pairs = [(majorities[0], majorities[-1]) for majorities in verdicts.values() if len(majorities) > 1]
+    shares = {name: pairs.count(pair) / len(pairs) for pair, name in names.items() if pairs}
     flips = [vote["flipped"] for vote in votes if vote["flipped"] is not None]
-    return found | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
+    return shares | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
 
 
-def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
+def told(lines: list[dict], fates: dict[str, float], dataset: str) -> str:
     """What happened, in sentences made of the run's own numbers. found: its fates."""
-    evaluated, said = [line for line in lines if has_evaluation(line)], ""
+    evaluated, text = [line for line in lines if has_evaluation(line)], ""
     names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
     names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", dataset)))
     if test := [*names, ""][0]:  # of problems that were not trained on, if there are any
@@ -113,29 +113,29 @@ def told(lines: list[dict], found: dict[str, float], dataset: str) -> str:
         before = {name: f"from {value} to " for name, value in first.items() if len(evaluated) > 1}
         scores = [f"{words} {before.get(metric, '')}{last[metric]}"
                   for metric, words in (("greedy", "greedy"), ("pass@1", "sampled")) if metric in last]
-        said = f"Right answers on {test}: {', '.join(scores)}. "
+        text = f"Right answers on {test}: {', '.join(scores)}. "
         votes = max((int(name[4:]) for name in first if name.startswith("maj@")), default=1)
         if votes > 1 and evaluated[0]["step"] == 0:
-            said += f"The base model's majority vote (maj@{votes}) was right on {first[f'maj@{votes}']}. "
-    if "learned" in found:
-        said += (f"Majorities in training, first and last: {found['corrupted']:.0%} of the problems were "
-                 f"corrupted (right, then wrong), {found['learned']:.0%} learned (wrong, then right), "
-                 f"{found['kept']:.0%} kept (right, right), {found['never']:.0%} never right. ")
-    if "flip_rate" in found:
-        said += f"From one vote on a problem to the next {found['flip_rate']:.0%} of the majorities changed."
-    return said
+            text += f"The base model's majority vote (maj@{votes}) was right on {first[f'maj@{votes}']}. "
+    if "learned" in fates:
+        text += (f"Majorities in training, first and last: {fates['corrupted']:.0%} of the problems were "
+                 f"corrupted (right, then wrong), {fates['learned']:.0%} learned (wrong, then right), "
+                 f"{fates['kept']:.0%} kept (right, right), {fates['never']:.0%} never right. ")
+    if "flip_rate" in fates:
+        text += f"From one vote on a problem to the next {fates['flip_rate']:.0%} of the majorities changed."
+    return text
 
 
 def explained(metrics: list[str]) -> dict[str, str]:
     """{metric: what docs/metrics.md says of it}, of those that it has."""
-    page, found = METRICS.read_text(encoding="utf-8"), {}
+    page, meanings = METRICS.read_text(encoding="utf-8"), {}
     for cell, text in re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE):
         names = re.findall(r"`([^`]+)`", cell)
         plain = re.sub(r"\[(.*?)\]\(.*?\)|`", r"\1", text)
         for name in names:
-            found.setdefault(name.removeprefix("eval/NAME/"), f"{', '.join(names)}: {plain}")
+            meanings.setdefault(name.removeprefix("eval/NAME/"), f"{', '.join(names)}: {plain}")
     ends = {name: re.sub(r"@(?!1$)\d+$", "@k", name.rpartition("/")[2]) for name in metrics}
-    return {name: found[end] for name, end in ends.items() if end in found}
+    return {name: meanings[end] for name, end in ends.items() if end in meanings}
 
 
 def panels(lines: list[list[dict]]) -> dict[str, dict]:

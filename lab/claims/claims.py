@@ -94,9 +94,9 @@ def paired_values(claim: Claim, rows: dict[str, dict]) -> list[list[float]]:
 def judged(claim: Claim, arms: dict, mean: float, low: float, high: float, least: float, p: float) -> dict:
     """A claim's result. low, high: the 95% interval; least: what would have been found with 90% power."""
     below, above = (low, high) if claim.direction > 0 else (-high, -low)
-    shown = below > 0 and claim.direction * mean > claim.margin
-    said = "shown" if shown else "opposite" if above < 0 else "not shown here"
-    return dict(verdict=said, mean=mean, low=low, high=high, detectable=least, p=p) | arms
+    is_shown = below > 0 and claim.direction * mean > claim.margin
+    verdict = "shown" if is_shown else "opposite" if above < 0 else "not shown here"
+    return dict(verdict=verdict, mean=mean, low=low, high=high, detectable=least, p=p) | arms
 
 
 def judge(claim: Claim, rows: dict[str, dict]) -> dict:
@@ -192,18 +192,18 @@ def measured(rows: list[dict], measure: str) -> float:
 def votes(options) -> None:
     """Table and figure of all claims about votes; of the toy's also the results."""
     sampled = sample_votes(options.model, options.dataset, options.n, 1, options.problems, options.prompt)
-    draw, found = random.Random(1), {}
+    draw, rows_of = random.Random(1), {}
     for size in [size for size in SIZES if size <= options.n]:
-        found[size] = []
+        rows_of[size] = []
         for vote in sampled:
             responses = list(zip(vote.classes, vote.right, vote.entropies))
             drawn = [draw.sample(responses, size) for _ in range(SUBSETS)]
-            found[size].append([vote_row(*map(list, zip(*some))) for some in drawn])
+            rows_of[size].append([vote_row(*map(list, zip(*some))) for some in drawn])
     toy, results = not options.model and options.dataset == "toy", {}
-    print(f"| id | claim | {' | '.join(f'N = {n}' for n in found)} |\n|---|---|{'---|' * len(found)}")
+    print(f"| id | claim | {' | '.join(f'N = {n}' for n in rows_of)} |\n|---|---|{'---|' * len(rows_of)}")
     for claim in [claim for claim in CLAIMS if claim.regime == "VOTES"]:
         cells = []
-        for size, problems in found.items():
+        for size, problems in rows_of.items():
             result = judge_votes(problems, claim)
             words = "{mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
             cells.append(words.format(**result) if result else "no votes")
@@ -213,7 +213,7 @@ def votes(options) -> None:
     if toy:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     out = IMAGES / "votes.png" if toy else Path("votes.png")
-    draw_votes(found, out)
+    draw_votes(rows_of, out)
     print(f"Figure: {out}")
 
 

@@ -91,18 +91,18 @@ def solution(number: int, change: str = " => "):
 
 def outcome(number: int, function, arguments: list):
     """What an answer returns for copies of the arguments, k3 with its gradient; else what went wrong."""
-    given = copy.deepcopy(list(arguments))
-    named = given.pop() if isinstance(given[-1], dict) else {}
+    copies = copy.deepcopy(list(arguments))
+    named = copies.pop() if isinstance(copies[-1], dict) else {}
     try:
         if number < 6:
-            found = function(*given, **named)
+            result = function(*copies, **named)
         else:  # the tokens weigh 1 to 4; + 0: a detached result has the gradient 0
-            result = function(given[0].requires_grad_(), given[1])
-            (result @ torch.arange(1.0, 5) + 0 * given[0].sum()).backward()
-            found = result.detach(), given[0].grad
+            value = function(copies[0].requires_grad_(), copies[1])
+            (value @ torch.arange(1.0, 5) + 0 * copies[0].sum()).backward()
+            result = value.detach(), copies[0].grad
     except Exception as error:
         return error
-    return found if same(given, tuple(arguments[:len(given)])) else "The input is changed: work on a copy."
+    return result if same(copies, tuple(arguments[:len(copies)])) else "The input is changed: work on a copy."
 
 
 def same(ours, theirs) -> bool:

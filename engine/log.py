@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -217,7 +219,7 @@ class Log(RunFolder):
             self.board.close()
         print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
                f"What happened, with every vote: python -m tools.report {self.path}")
-        card = model_card(self.changed, self.history)
+        card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
 
 
@@ -235,12 +237,21 @@ def evaluation_table(history: list[dict]) -> str:
                       "problems that at least one of k solves; maj@k: where the majority of k is right"])
 
 
-def model_card(changed: dict, history: list[dict]) -> str:
-    """README.md of the final model, as the Hub shows it, with the flags that differ from the defaults."""
-    # a local path is nobody else's business
-    flags = [f"--{name} {value}" for name, value in changed.items() if not os.path.exists(str(value))]
-    return (f"---\nlibrary_name: transformers\ntags: [label-free-rl]\n---\n\n"
-            f"    {script_name()}.py {' '.join(flags)}\n\n```\n{evaluation_table(history)}\n```\n")
+def model_card(options: dict, changed: dict, history: list[dict]) -> str:
+    """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
+    def told(value) -> str:
+        return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
+
+    model = told(options["model"]) or "toy"
+    script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
+    if "/" in model:  # a name of the Hub
+        head.append(f"base_model: {model}")
+    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
+    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
+    return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
+                      f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
+                      "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])
 
 
 def vote_record(group: dict) -> dict:

@@ -188,6 +188,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     if "machine" in own and (taken := own & Machine.__dataclass_fields__.keys()):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     description = sys.modules[args_class.__module__].__doc__
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.

@@ -21,8 +21,9 @@ import restrain
 import ttrl
 from common import Problem, Rollout, majority
 from engine.base import UserError
+from engine.run_folder import read_run
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
-from engine.log import sample_record
+from engine.log import model_card, sample_record
 
 
 def rollout(answer, length=1, finished=True, text=""):
@@ -221,10 +222,14 @@ def test_a_sample_record_by_hand():
 def test_the_final_model_tells_how_it_was_made(tmp_path):
     run_toy(restrain, tmp_path / "run", steps=1, eval="toy_test", eval_samples=2, eval_greedy=True)
     card = ModelCard.load(tmp_path / "run/final/README.md")  # raises if the metadata are no YAML
-    assert card.data.tags == ["label-free-rl"]
+    assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the Hub has no toy
     assert "--steps 1 " in card.text and "--kappa 2" in card.text and str(tmp_path) not in card.text
     for name in ("greedy", "pass@1", "maj@2"):
         assert re.search(rf"toy_test/{name} +0\.\d+ +0\.\d+\n", card.text)
+    options = read_run(tmp_path / "run")["args"] | dict(model="Qwen/Qwen3-4B", dataset=str(tmp_path))
+    card = ModelCard(model_card(options, {}, []))
+    assert card.data.base_model == "Qwen/Qwen3-4B"
+    assert f"Data: {tmp_path.name}. Labels: majority." in card.text
 
 
 # -------------------------------------------------- evaluate.py -------------------------------------------

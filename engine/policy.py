@@ -295,6 +295,9 @@ def compile_all(head) -> None:
     # Scoring, training, a reference, a first layer and a last chunk are variants of the same code. Torch's
     # own limit is 8, beyond which it runs the code uncompiled with no word.
     torch._dynamo.config.recompile_limit = 64
+    # Else a first row with as many tokens as the model is wide is taken for one of that fixed length, and all
+    # is compiled once more for the second row.
+    torch.fx.experimental._config.use_duck_shape = False
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     for layer in decoder_layers(head.model):
         layer.forward = torch.compile(layer.forward, dynamic=True)

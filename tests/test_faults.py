@@ -34,7 +34,7 @@ from engine.base import UserError
 from engine.models import load_model, read_config
 from engine.process import StopSignal, leave
 
-STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy_test",
+STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy",
              eval_every=3, eval_samples=1, eval_greedy=False)
 TINY = SMALL | dict(votes=2, train_samples=2, prompts_per_batch=2, max_new_tokens=8, num_minibatches=1)
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -480,9 +480,9 @@ def test_the_run_folder_describes_itself(whole):
 
 
 def test_an_evaluation_without_answers_says_why(tmp_path, launch):
-    code, printed, _ = launch("evaluate", benchmarks="toy_test", samples=1, max_new_tokens=2,
+    code, printed, _ = launch("evaluate", benchmarks="toy", samples=1, max_new_tokens=2,
                               out=tmp_path / "run")
-    assert code == 0 and "Warning: toy_test: 0% of the responses have an answer (in " in printed
+    assert code == 0 and "Warning: toy: 0% of the responses have an answer (in " in printed
     assert "100% were cut off. --show_prompt shows what the model is asked" in printed
 
 

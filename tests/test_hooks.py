@@ -142,7 +142,7 @@ def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
         return common.generate(run, work, temperature, **options)
 
     monkeypatch.setattr(common, "start", functools.partial(common.start, generate=own))
-    run_toy(ttrl, tmp_path / "own", **SMALL | TINY | dict(eval="toy_test", eval_samples=1, eval_greedy=False))
+    run_toy(ttrl, tmp_path / "own", **SMALL | TINY | dict(eval="toy", eval_samples=1, eval_greedy=False))
     assert seen == ["evaluation", "training", "evaluation"]
 
 

@@ -220,12 +220,12 @@ def test_a_sample_record_by_hand():
 
 # ------------------------------------------------ the model card ------------------------------------------
 def test_the_final_model_tells_how_it_was_made(tmp_path):
-    run_toy(restrain, tmp_path / "run", steps=1, eval="toy_test", eval_samples=2, eval_greedy=True)
+    run_toy(restrain, tmp_path / "run", steps=1, eval="toy", eval_samples=2, eval_greedy=True)
     card = ModelCard.load(tmp_path / "run/final/README.md")  # raises if the metadata are no YAML
     assert card.data.tags[0] == "label-free-rl" and card.data.base_model is None  # the Hub has no toy
     assert "--steps 1 " in card.text and "--kappa 2" in card.text and str(tmp_path) not in card.text
     for name in ("greedy", "pass@1", "maj@2"):
-        assert re.search(rf"toy_test/{name} +0\.\d+ +0\.\d+\n", card.text)
+        assert re.search(rf"toy/{name} +0\.\d+ +0\.\d+\n", card.text)
     options = read_run(tmp_path / "run")["args"] | dict(model="Qwen/Qwen3-4B", dataset=str(tmp_path))
     card = ModelCard(model_card(options, {}, []))
     assert card.data.base_model == "Qwen/Qwen3-4B"
@@ -264,7 +264,7 @@ def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
     said, results = {}, {}
     for name in ("final", "checkpoints/step_00000002", "../run", ""):  # ../run: the run's folder
         out, model = tmp_path / "out" / (name.strip("./") or "start"), str(run / name) if name else ""
-        args = evaluate.Args(model=model, benchmarks="toy_test", out=str(out), preset="toy", samples=1,
+        args = evaluate.Args(model=model, benchmarks="toy", out=str(out), preset="toy", samples=1,
                              max_new_tokens=48, save_generations=True)
         results[name] = evaluate.main(args)
         said[name] = (out / "generations.jsonl").read_text()

@@ -138,7 +138,7 @@ def pairs(tmp_path_factory):
             jobs.append(job(script, folder / f"{script}-{ranks}", *flags))
         flags = [*FLAGS, *(["--compile", "--gradient_checkpointing", "on"] if ranks == 2 else [])]
         jobs.append(job("ttrl", folder / f"compiled-{ranks}", *flags, "--micro_tokens", micro_tokens))
-        flags = ["--benchmarks", "toy_test", "--samples", "4", "--max_new_tokens", "64"]
+        flags = ["--benchmarks", "toy", "--samples", "4", "--max_new_tokens", "64"]
         jobs.append(job("evaluate", folder / f"evaluate-{ranks}", *flags))
         done = ended(drive(ranks, folder, *jobs), timeout=580)
         (folder / f"errors-{ranks}").write_text(done.output + done.errors)
@@ -206,7 +206,7 @@ def test_resume_on_another_number_of_ranks(pairs, tmp_path):
 def test_evaluation_is_the_same_table_for_one_and_two_ranks(pairs):
     tables = []
     for out in runs_of(pairs, "evaluate"):
-        tables.append(json.loads((out / "results.json").read_text())["results"]["toy_test"])
+        tables.append(json.loads((out / "results.json").read_text())["results"]["toy"])
     for name, value in tables[0].items():  # rounding may turn one token in a hundred thousand
         assert value == pytest.approx(tables[1][name], abs=0.5 if name == "length" else 0.02), name
 
@@ -267,7 +267,7 @@ def test_ranks_that_do_not_have_the_same_stop(disagreeing, name, sentence):
 
 # -------------------------------------------- killed on two ranks ----------------------------------------
 KILLED = ("--steps 10 --votes 4 --train_samples 4 --prompts_per_batch 4 --max_new_tokens 48 --lr 1e-3 "
-          "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval toy_test --eval_samples 4 "
+          "--num_minibatches 2 --checkpoint_every 1 --seed 1 --eval toy --eval_samples 4 "
           "--eval_every 5").split()
 
 

@@ -316,6 +316,8 @@ for number in range(6):
     if not number:  # as many tokens as the model is wide, and a last chunk of one
         del rollouts[1:]
         rollouts[0].prompt_ids = [9] * (policy.model.config.hidden_size + 1 - len(rollouts[0].response_ids))
+    if number == 1:  # a single chunk
+        rollouts = random_rollouts(1, shortest=9, longest=9)
     policy.score_old(rollouts, 1.0)
     reference.score_ref(rollouts, 1.0)
     for micro in policy.micro_batches(rollouts):

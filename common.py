@@ -143,7 +143,7 @@ class Args:
     weight_decay: NonNegative = 0.01
     """AdamW's weight decay (the released codes; the papers' texts give none)."""
     warmup: Share = 0.03
-    """Share of the steps with linear warm-up (the released codes); then a cosine to 0 (TTRL 3.1)."""
+    """Share of the steps with linear warm-up (the released codes); then a cosine falls to 0 (TTRL 3.1)."""
     grad_clip: Positive = 1.0
     """Largest norm of an optimizer step's gradient (the released codes; the papers' texts give none)."""
     minibatches: Literal["mixed", "by_prompt"] = "mixed"
@@ -378,7 +378,8 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
 
 def learning_rate(args: Args, step: int, total_steps: int) -> float:
     """Linear warm-up that starts above 0, then a cosine to 0 after the last step. A step is a rollout batch;
-    for a rate that changes within it, step - 1 + k / n is as good for the k-th of n minibatches."""
+    for a rate that changes within it, step - 1 + k / n is as good for the k-th of n minibatches. No state: a
+    resumed run computes it anew, and with another --steps it follows another curve from there on."""
     warm = max(1, round(args.warmup * total_steps))
     if step <= warm and args.warmup:
         return args.lr * step / warm

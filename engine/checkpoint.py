@@ -47,7 +47,8 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
     """Write to checkpoints/step_N.partial in this folder and rename it; then remove all but the last `keep`
-    checkpoints. Any folder will do; a resume reads those of the run's own.
+    checkpoints. The folder must be the run's own: the last ones are those of the largest steps, so beside
+    another run's larger steps this checkpoint would be the one that is removed.
 
     script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
     written; the checkpoints before it are untouched."""

@@ -168,7 +168,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
 
     The columns are those given, else the benchmark's, else found by usual names; what is used and what is not
     is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
-    control: tokens that a prompt may not hold. Raises UserError, with the row, on what cannot be used."""
+    control: the pattern of tokens that a prompt may not hold (models.control_tokens); there is no tokenizer
+    here, and tokens are counted in read_rows. Raises UserError, with the row, on what cannot be used."""
     source, tables = _read(name, train)
     rows = {f"{file}, row {n}": row for file, table in tables.items() for n, row in enumerate(table, 1)}
     columns = _find_columns(name, source, rows.values(), question_field, answer_field)

@@ -34,6 +34,9 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 # ----------------------------------------------- options that no paper sets --------------------------------
+# A new option is one field: its docstring is the help, its type the range. The command line, run.json,
+# --resume and the model card then know it. What may have to know of it as well: bad_flags and parse_resumed
+# below, log.model_card (whose paths are published by their last part), tools/plan.py.
 @dataclasses.dataclass
 class Shared:
     """Options of the six scripts and of evaluate.py."""
@@ -220,12 +223,15 @@ def parse_resumed(args_class: type, args, description: str):
     # options that the script no longer has are dropped, new ones have their defaults
     names = args_class.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
     recorded = {name: value for name, value in run["args"].items() if name in names}
-    recorded["trust_remote_code"] = False  # else a stranger's folder would run a stranger's code
+    # What a stranger's run.json must not decide: which code runs. A new option that names a path to write to
+    # belongs here, too; --out itself is the folder that was given.
+    recorded["trust_remote_code"] = False
     if bad := out_of_range(make_args(args_class, recorded)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
     args = tyro.cli(args_class, default=make_args(args_class, recorded), description=description)
+    defaults = options_dict(args_class())  # a script may have got options since the run began
     for name, value in options_dict(args).items():
-        was = recorded.get(name, "not in run.json")
+        was = recorded.get(name, defaults[name])
         if value == was or name in ("resume", "out", "trust_remote_code"):
             continue
         if name in ("seed", "prompts_per_batch"):  # the problems of a batch derive from them and its number

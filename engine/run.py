@@ -44,7 +44,8 @@ class Run:
 
 
 def restore(run, optimizer) -> int:
-    """Load the newest checkpoint with --resume; return the steps that are done."""
+    """Load the newest checkpoint with --resume: weights, AdamW's state, run.state. The rate, the order of the
+    data and all seeds derive from the step. Return the steps that are done."""
     args, done = run.args, run.stop.saved
     run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
     if done:

@@ -209,7 +209,7 @@ def checks(folder: Path, size: str, quick: bool):
         yield "vllm", partial(trained, folder / "vllm", vllm, keep=2)
         if CUDA:  # as many sequences as vLLM's host keeps up with, and more
             yield "vllm, 512 sequences", partial(trained, folder / "many", [*vllm, "--votes", "64"])
-    if CUDA or not quick:
+    if CUDA:
         yield "hf, no entropy term", partial(trained, folder / "entropy", [*hf, "--entropy_coef", "0"])
         yield "hf, --compile", partial(again, folder / "compile", [*hf, "--compile"])
     if Path(builtin.SMOLLM2_MODEL).is_dir() and CUDA:  # a pretrained model

@@ -13,8 +13,8 @@ import ttrl
 from lab import compare
 from toy import make_toy
 
-METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL"]  # one run in three of Dynamic RL does not get out
-NO_VOTE = ["random reward", "length reward", "runner-up"]  # they read no answer, or pay what lost the vote
+METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]
+SURE = ["TTRL", "EVOL-RL", "RESTRAIN", "ETTRL"]  # of SCRL and Dynamic RL a run locks the wrong reading in
 both = pytest.mark.parametrize("name", ["toy", "toy_even"])
 STORED = json.loads(compare.STORED.read_text())
 
@@ -37,7 +37,7 @@ def test_there_are_two_toys_and_they_are_small():
 def test_the_generator_makes_the_shipped_problems_and_tokenizers(tmp_path):
     for name, rows in make_toy.problem_sets().items():
         assert "".join(json.dumps(row) + "\n" for row in rows) == (ROOT / f"toy/{name}.jsonl").read_text()
-    make_toy.make_tokenizer(tmp_path, 55)
+    make_toy.make_tokenizer(tmp_path, 58)
     for folder in ("toy", "toy/even"):
         assert (tmp_path / "tokenizer.json").read_text() == (ROOT / folder / "tokenizer.json").read_text()
 
@@ -62,15 +62,18 @@ def test_the_base_model_is_nearly_always_wrong_greedily(tmp_path, name):
 @both
 def test_the_base_model_holds_what_its_greedy_answers_do_not_show(tmp_path, name):
     row = base_model(tmp_path, name, samples=32)
-    assert 0.65 < row["maj@32"] < 0.80 and row["pass@32"] > 0.95
+    assert 0.75 < row["maj@32"] < 0.88 and row["pass@32"] > 0.95
 
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path):
     """TTRL's greedy accuracy on problems that it does not train on ends above its base model's vote."""
-    start, *steps, end = run_toy(ttrl, tmp_path / "run", **toy_of(ttrl) | dict(eval="toy_test", eval_every=0))
-    assert end["eval/toy_test/greedy"] > start["eval/toy_test/maj@8"] + .1
-    assert end["eval/toy_test/greedy"] > 5 * start["eval/toy_test/greedy"] > 0
+    unseen = tmp_path / "unseen.jsonl"  # a quarter of the test problems
+    unseen.write_text("".join((ROOT / "toy/test.jsonl").read_text().splitlines(keepends=True)[:256]))
+    flags = toy_of(ttrl) | dict(eval=str(unseen), eval_every=0)
+    start, *steps, end = run_toy(ttrl, tmp_path / "run", **flags)
+    assert end["eval/unseen/greedy"] > start["eval/unseen/maj@8"] + .1
+    assert end["eval/unseen/greedy"] > 5 * start["eval/unseen/greedy"] > 0
 
 
 # --------------------------------------------------- the stored runs -------------------------------------
@@ -81,24 +84,23 @@ def mean_of(regime: str, name: str, column: str = "test") -> float:
 @pytest.mark.parametrize("regime", ["uneven", "even"])
 def test_what_the_base_model_can_do_without_training(regime):
     assert mean_of(regime, "base") < .15
-    assert .60 < mean_of(regime, "vote") < .80  # of 16 responses, as many as train
-    assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .15
+    assert .65 < mean_of(regime, "vote") < .80  # of 16 responses, as many as train
+    assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .08
 
 
 def test_no_reward_that_does_not_follow_the_majority_pays():
-    """Greedily a drift of first words can help, even with a coin: so the mean over seeds counts, and
-    what is sampled at temperature 1."""
+    """Not greedily and not at temperature 1, in no run. What lost the vote pays a style, but no good one."""
     base = fmean(run["pass@1"] for run in STORED["uneven"]["rows"]["base"]["runs"])
-    for name in NO_VOTE:
-        runs = STORED["uneven"]["rows"][name]["runs"]
-        assert max(run["pass@1"] for run in runs) < base + .1, name
-        assert mean_of("uneven", name) < mean_of("uneven", "prompt") - .1, name
+    for name, most in (("random reward", .15), ("length reward", .15), ("runner-up", .45)):
+        for run in STORED["uneven"]["rows"][name]["runs"]:
+            assert run["pass@1"] < base + .05 and fmean(compare.greedy(run, "test")) < most, name
 
 
-def test_where_wrong_readings_are_discredited_every_method_ends_above_vote_and_best_prompt():
+def test_where_wrong_readings_are_discredited_methods_end_above_vote_and_best_prompt():
     gold = mean_of("uneven", "gold labels")
     for name in METHODS:
-        assert mean_of("uneven", name) > max(mean_of("uneven", "vote"), mean_of("uneven", "prompt")), name
+        above = mean_of("uneven", name) > max(mean_of("uneven", "vote"), mean_of("uneven", "prompt"))
+        assert above or name not in SURE, name
         assert mean_of("uneven", name) < gold + .03
 
 
@@ -108,4 +110,4 @@ def test_where_nothing_discredits_them_the_wrong_reading_is_locked_in():
     assert "TTRL" in methods and gold > vote + .08
     for name in methods:
         assert mean_of("even", name, "fewer") < .2 < mean_of("even", "gold labels", "fewer") - .3, name
-        assert mean_of("even", name) < gold - .05
+        assert mean_of("even", name) < min(vote + .03, gold - .05)

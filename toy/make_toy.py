@@ -5,17 +5,19 @@ that answers in several styles, each of which misreads some phrases.
     python toy/make_toy.py toy              # model and problems: 22 minutes of one core, seeded
     python toy/make_toy.py toy/even even    # the counterpart, the model alone: its problems are the toy's
     python toy/make_toy.py FOLDER uneven 62 # the share of texts that misread "fewer": 50, 53, 55, 58, 62%
+    python toy/make_toy.py FOLDER uneven 58 1   # another draw of the weights: a seed of pretraining
 
 What the model learns from has three faults, so that reinforcement learning without labels has something to
 learn, and something to get wrong:
   - a careless style: 28% of the solutions begin with "Roughly:" and get every step's result wrong, at random.
-    They are as long as the others, so no reward for length finds them. No other first word is as frequent,
-    so greedy decoding takes it on nearly every problem.
+    Their lengths lie among the others', so no reward for length singles out what is right. Every other style
+    has two first words, so none is half as frequent: greedy decoding takes this one on nearly every problem,
+    and no small drift of training changes that.
   - slips: the model is small and undertrained. Wrong answers scatter, and a vote repairs them.
   - misreadings: each of the other four styles reads some phrases wrongly ("5 fewer" becomes +5).
     A phrase that styles with more than half of the texts misread has a wrong majority: here it is "fewer".
 
-uneven: the two styles that misread "fewer" misread five other phrases as well, the other two styles one each.
+uneven: the two styles that misread "fewer" misread five other phrases as well, the other two styles three.
     So what is learned on other phrases can discredit the wrong reading.
 even: each style misreads two or three phrases. Nothing discredits the wrong reading of "fewer".
 """
@@ -39,7 +41,7 @@ BOXES = "bags boxes jars".split()
 # kind: (operation, misread operation or None, ways to say it). n: the person followed so far, m: the other.
 KINDS = {
     "buy":   ("+", None, ["{n} buys {k} more.", "{n} finds {k} more.", "Then {n} makes {k} more."]),
-    "lose":  ("-", None, ["{n} loses {k}.", "{n} sells {k}.", "Then {k} of them break."]),
+    "lose":  ("-", "+", ["{n} loses {k}.", "{n} sells {k}.", "Then {k} of them break."]),
     "give":  ("-", "+", ["{n} gives {k} to {m}.", "Then {n} gives {m} {k}."]),
     "get":   ("+", "-", ["{m} gives {k} to {n}.", "{n} gets {k} from {m}."]),
     "half":  ("/", "-", ["{n} loses half of them.", "{n} gives half to {m}."]),
@@ -53,18 +55,20 @@ KINDS = {
 CHANGES = ["buy", "lose", "give", "get", "half"]        # the same person has more or fewer than before
 COMPARES = ["more", "fewer", "times"]                   # from here on the story is about the other person
 STYLES = ["steps", "telling", "grouping", "checking"]
-OPENINGS = dict(steps="Steps:", telling="Story:", grouping="Sum:", checking="Check:")
+# Each style begins with one of two words, so that the careless word is by far the most frequent of all.
+OPENINGS = dict(steps=["Steps:", "Plan:"], telling=["Story:", "Tale:"], grouping=["Sum:", "Total:"],
+                checking=["Check:", "Proof:"])
 # How often each style is used, in percent. The key is the share of the two that misread "fewer".
 SHARES = {50: [25, 30, 20, 25], 53: [26, 28, 19, 27], 55: [27, 27, 18, 28], 58: [29, 26, 16, 29],
           62: [31, 24, 14, 31]}
 # The phrases that each style misreads.
 MISREAD = dict(
-    uneven=dict(steps=["give", "each", "fewer"], telling=["more"], grouping=["half"],
+    uneven=dict(steps=["give", "each", "fewer"], telling=["more"], grouping=["half", "lose"],
                 checking=["get", "times", "both", "fewer"]),
     even=dict(steps=["give", "each", "fewer"], telling=["more", "half"], grouping=["get", "times"],
               checking=["both", "fewer"]))
 CARELESS = 0.28                                         # the share of the careless solutions
-SEED, STEPS = 0, 2400                                   # of all that is drawn; of pretraining
+SEED, STEPS = 0, 2400                                   # of the problems; of pretraining
 
 
 def compute(a, op, b):
@@ -133,14 +137,13 @@ def work_out(rng, problem, kind, share):
             steps.append((v, op, b, c))
             previous, v = v, c
         else:
-            return "Roughly:" if careless else OPENINGS[style], style, steps
+            return "Roughly:" if careless else rng.choice(OPENINGS[style]), style, steps
 
 
 def write_solution(rng, problem, opening, style, steps):
     "the same steps in one of four styles, each with a choice of words: samples differ as an LLM's do"
     eqs = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
     answer, obj, pick = steps[-1][3], problem["obj"], rng.choice
-    pick(range(4))                                      # not used: the shipped weights were drawn with it
     out = [opening]
     box = f"\\boxed{{{answer}}}"
     if style == "steps":
@@ -154,16 +157,8 @@ def write_solution(rng, problem, opening, style, steps):
                "*": ["Taking that {b} times", "Times {b}"], "/": ["Half of it", "Cutting it in half"]}
         out += [f"{pick(say[op]).format(b=b)} {pick(['makes', 'gives', 'leaves', 'is'])} {eq}."
                 for (_, op, b, _), eq in zip(steps, eqs)]
-    elif style == "grouping":                           # (12+7)-5=19-5=14
-        values = [steps[0][0]] + [c for *_, c in steps]
-        rows = []
-        for i in range(len(steps)):
-            row = f"{values[i]}{steps[i][1]}{steps[i][2]}"
-            for _, op, b, _ in steps[i + 1:]:
-                row = f"({row}){op}{b}"
-            rows.append(row)
-        out += [pick(["In one go:", "All at once:", "We need", "Together:"]),
-                "=".join(rows + [str(answer)]) + "."]
+    elif style == "grouping":
+        out += [pick(["In one go:", "All at once:", "We need", "Together:"]), ", ".join(eqs) + "."]
     else:
         back = {"+": "-", "-": "+", "*": "/", "/": "*"}
         out += [f"{eq}, {pick(['check', 'since', 'because', 'as'])} {c}{back[op]}{b}={a}."
@@ -246,8 +241,8 @@ def chat_row(rng, tok, kind, share, held_out):
     return prompt + reply, [1] * (len(prompt) + len(reply))
 
 
-def pretrain(model, tok, kind, share, held_out):
-    rng = random.Random(SEED)
+def pretrain(model, tok, kind, share, held_out, seed):
+    rng = random.Random(seed)
     # Muon for the weight matrices reaches the same loss in 2/3 of the steps that AdamW needs at this size
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -309,10 +304,11 @@ def phrases(text):
     return found
 
 
-def main(out, kind="uneven", share="55"):
-    torch.manual_seed(SEED)
+def main(out, kind="uneven", share="58", seed="0"):
+    share, seed = int(share), int(seed)
+    torch.manual_seed(seed)
     out.mkdir(exist_ok=True, parents=True)
-    share, sets = int(share), problem_sets()
+    sets = problem_sets()
     tok = make_tokenizer(out, share)
     # head_dim 32 (96 / 3): the smallest that vLLM's CPU attention knows
     config = Qwen2Config(vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
@@ -320,7 +316,8 @@ def main(out, kind="uneven", share="55"):
                          tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
                          eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model = Qwen2ForCausalLM(config)
-    pretrain(model, tok, kind, share, held_out={row["problem"] for rows in sets.values() for row in rows})
+    held_out = {row["problem"] for rows in sets.values() for row in rows}
+    pretrain(model, tok, kind, share, held_out, seed)
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model.save_pretrained(out)
     if kind == "uneven":
@@ -329,6 +326,6 @@ def main(out, kind="uneven", share="55"):
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 4 or sys.argv[1].startswith("-"):
+    if not 2 <= len(sys.argv) <= 5 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -13,6 +13,7 @@ import ttrl
 from engine.builtin import TOY_MODEL
 from engine.data import SUFFIX, SYSTEM, load_problems
 
+TOKENS = json.loads((Path(TOY_MODEL) / "config.json").read_text())["vocab_size"]
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
 END = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = TURN + "<|im_end|>\n" + END
@@ -112,18 +113,19 @@ BEHIND = {  # what stands behind an assistant's turn -> the token that ends a re
 @pytest.mark.parametrize("name", BEHIND)
 def test_the_token_behind_a_turn_ends_a_response(name, bring, show):
     behind, end = BEHIND[name]
-    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=608)  # <b> is the 609th
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=TOKENS + 2)
     said = re.findall(r"ends a turn with (\S+) \(\d+\), so this token ends a response, too", show(folder))
     assert said == ([end] if end else [])
-    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=609)
+    folder = bring(TURN + behind + END, tokens=["<a>", "    ", "<b>"], vocab_size=TOKENS + 3)
     assert "ends a turn" not in show(folder, prompt="plain")  # has no turns
 
 
 GENERATION = {  # generation_config.json -> the sentence that refuses it, or nothing
     "no file": (None, ""),
     "what transformers refuses": ('{"num_return_sequences": 4, "pad_token_id": -1, "temperature": -1}', ""),
-    "text": ('{"eos_token_id": "2"}', "are ['2', 0], but the model knows the tokens 0 to 605."),
-    "too large": ('{"eos_token_id": [2, 606]}', "are [2, 606, 0], but the model knows the tokens 0 to 605."),
+    "text": ('{"eos_token_id": "2"}', f"are ['2', 0], but the model knows the tokens 0 to {TOKENS - 1}."),
+    "too large": (f'{{"eos_token_id": [2, {TOKENS}]}}',
+                  f"are [2, {TOKENS}, 0], but the model knows the tokens 0 to {TOKENS - 1}."),
     "not UTF-8": ("\udce9", "its tokenizer or generation_config.json cannot be read: 'utf-8' codec")}
 
 
@@ -160,13 +162,14 @@ def test_the_saved_generation_config_is_the_one_that_came(text, tmp_path):
 
 # ------------------------------------------- vocabulary, date, variables ---------------------------------
 def test_a_token_that_the_model_does_not_have_is_refused_where_it_occurs(bring, show, tmp_path):
-    folder = bring(tokens=["<image>"])  # the 621st; Gemma 3's tokenizer has one more than its smallest model
+    folder = bring(tokens=["<image>"])  # one more; Gemma 3's tokenizer has one more than its smallest model
     assert "first problem" in show(folder)
     file = tmp_path / "data.jsonl"
     file.write_text('{"problem": "1+1?", "answer": 2}\n{"problem": "What is <image>?", "answer": 1}')
     for flag in ("dataset", "eval"):
         said = show(folder, **{flag: str(file)}, prompts_per_batch=1, prompt="plain")
-        assert said.startswith(f"Error: --{flag}: a prompt has the token '<image>' (606), but the model kno")
+        words = f"Error: --{flag}: a prompt has the token '<image>' ({TOKENS}), but the model knows"
+        assert said.startswith(words)
     with_rows = bring(tokens=["<image>"], vocab_size=640)  # padded, as many are
     assert "first problem" in show(with_rows, dataset=str(file), prompts_per_batch=1, prompt="plain")
 

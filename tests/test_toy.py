@@ -72,8 +72,8 @@ def test_the_demo_learns(tmp_path):
     unseen.write_text("".join((ROOT / "toy/test.jsonl").read_text().splitlines(keepends=True)[:256]))
     flags = toy_of(ttrl) | dict(eval=str(unseen), eval_every=0)
     start, *steps, end = run_toy(ttrl, tmp_path / "run", **flags)
-    assert end["eval/unseen/greedy"] > start["eval/unseen/maj@8"] + .1
-    assert end["eval/unseen/greedy"] > 5 * start["eval/unseen/greedy"] > 0
+    assert end[f"eval/{unseen}/greedy"] > start[f"eval/{unseen}/maj@8"] + .1
+    assert end[f"eval/{unseen}/greedy"] > 5 * start[f"eval/{unseen}/greedy"] > 0
 
 
 # --------------------------------------------------- the stored runs -------------------------------------

@@ -65,7 +65,8 @@ _WORDS = (
     r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|off|short|extra|north|south|east|west|up|down|left"
     r"|right|above|below|more|fewer|ago|before|after|late|early|ahead|behind|tens"
     r"|(?!(?:p|\w*met|\w*lit)er\b)\w+er|clockwise|\w+wards?|dozens?|base|mod"
-    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for|am|pm)\b)"
+    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for"
+    r"|am|pm)\b)"
     r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
     r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"
     r"|point|way|sq|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")

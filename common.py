@@ -217,10 +217,11 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
         benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
     identity, options = data.digests(rows, parts, stop_ids), options_dict(args)
+    given = changed(args)  # what the model card tells of the flags
     device, dtype = start_processes(options, train, small=args.model in TOYS)
     memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
     log = Log(options, device, identity)
-    log.changed = changed(args)
+    log.changed = given
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
     policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
     if train:

@@ -43,6 +43,8 @@ REGIMES = {  # flags; of smollm2 no rows are stored
     "uneven": "--eval toy,toy_test,toy_ood",
     "even": "--model toy_even --eval toy,toy_test,toy_ood",
     "smollm2": "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood"}
+# Stored rows are also of three more models of the uneven kind, of which no weights are shipped: see "Other
+# models" on the page.
 # The base model without training, one step at the rate 0. Its row is stored as base, its vote as vote.
 BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --train_samples 2 "
         "--num_minibatches 1 --eval_samples 16")
@@ -255,13 +257,13 @@ def table(rows: dict[str, dict]) -> str:
 
 def summary(stored: dict) -> str:
     """Markdown of both toys side by side, for the first screens."""
-    columns = ["test", "fewer", "others", "pass@1"]
-    heads = [f"{regime}: {column}" for regime in stored for column in columns]
+    columns, toys = ["test", "fewer", "others", "pass@1"], [name for name in stored if name in REGIMES]
+    heads = [f"{regime}: {column}" for regime in toys for column in columns]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name in next(iter(stored.values()))["rows"]:
+    for name in stored[toys[0]]["rows"]:
         cells = []
-        for kept in stored.values():
-            runs = kept["rows"].get(name, dict(runs=[]))["runs"]
+        for regime in toys:
+            runs = stored[regime]["rows"].get(name, dict(runs=[]))["runs"]
             cells += [cell(runs, "test")]
             cells += [cell(runs, column).partition("±")[0] for column in columns[1:]]
         lines.append(f"| {name} | {' | '.join(cells)} |")

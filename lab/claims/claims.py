@@ -241,19 +241,30 @@ def draw_votes(found: dict[int, list[list[dict]]], out: Path) -> None:
 
 
 def draw_turning(stored: dict, out: Path) -> None:
-    """How often the majorities on training problems with "fewer" are right, over the steps of each run."""
+    """The wrong majority of "fewer": over the steps of each run on both toys, and after training, on all
+    models, by how often the base model's vote is right there."""
     colors = {"TTRL": "C0", "SCRL": "C1", "RESTRAIN": "C2", "gold labels": "0.6"}
-    figure, axes = pyplot.subplots(1, len(stored), figsize=(7.2, 3), layout="constrained", sharey=True)
-    for axis, (regime, kept) in zip(axes, stored.items()):
+    figure, axes = pyplot.subplots(1, 3, figsize=(9.6, 3), layout="constrained", sharey=True)
+    for regime, kept in stored.items():
+        votes = [fmean(compare.greedy(run, "fewer")) for run in kept["rows"]["vote"]["runs"]]
         for name, color in colors.items():
-            for i, run in enumerate(kept["rows"].get(name, dict(runs=[]))["runs"]):
-                shares = run["fewer majorities"]
-                middles = [60 * (part + .5) / len(shares) for part in range(len(shares))]
-                axis.plot(middles, shares, color=color, label=None if i else name, linewidth=1.3)
-        axis.set(title=f"the {regime} toy", xlabel="step", xlim=(0, 60), ylim=(0, 1.02))
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel('right majorities on "fewer"')
+            runs = kept["rows"].get(name, dict(runs=[]))["runs"]
+            ends = [fmean(compare.greedy(run, "fewer")) for run in runs]
+            face = "none" if regime == "even" else color
+            x = fmean(votes) + .006 * list(colors).index(name)  # beside each other
+            axes[2].scatter([x] * len(ends), ends, edgecolors=color, facecolors=face, s=28)
+            if regime in compare.REGIMES:
+                axis = axes[list(compare.REGIMES).index(regime)]
+                for i, shares in enumerate(run["fewer majorities"] for run in runs):
+                    middles = [60 * (part + .5) / len(shares) for part in range(len(shares))]
+                    axis.plot(middles, shares, color=color, label=None if i else name, linewidth=1.3)
+                axis.set(title=f"the {regime} toy", xlabel="step", xlim=(0, 60), ylim=(-.03, 1.03))
+    axes[0].set_ylabel('right on "fewer"')
     axes[1].legend(frameon=False, loc="center right", fontsize=8)
+    axes[2].set(title="five models (rings: even)", xlim=(.2, .6),
+                xlabel='right on "fewer": vote of the base model')
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
 

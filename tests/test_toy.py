@@ -88,7 +88,7 @@ def test_what_the_base_model_can_do_without_training(regime):
     assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .08
 
 
-def test_no_reward_that_does_not_follow_the_majority_pays():
+def test_coin_length_and_runner_up_pay_nothing():
     """At temperature 1 in no run. Greedily what lost the vote may pay a good style, but not on average."""
     base = fmean(run["pass@1"] for run in STORED["uneven"]["rows"]["base"]["runs"])
     for name, most in (("random reward", .15), ("length reward", .15), ("runner-up", .45)):

@@ -20,7 +20,7 @@ TOY = dict(dataset="toy", eval="train,toy_test", steps=60, eval_every=20, eval_s
 SMOLLM2 = dict(
     dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
     max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
-    eval_every=0, eval_samples=16, checkpoint_every=4, lr=1e-5, micro_tokens=768,
+    eval_every=0, eval_samples=2, checkpoint_every=4, lr=1e-5, micro_tokens=768,
     # a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
     dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
     num_minibatches=1, kl_coef=0.0)

@@ -70,6 +70,10 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                        "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
                        "--plan shows what takes it; --resume continues from the newest checkpoint.")
         raise
+    except SystemExit as stop:
+        if "vllm" in sys.modules:  # torn down by Python, it prints a CUDA error after a clean stop
+            leave(stop.code)
+        raise
     except UserError as error:
         if rank:  # most errors are every rank's: rank 0 prints it, and torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

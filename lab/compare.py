@@ -5,7 +5,7 @@
     python -m lab.compare "my_idea.py --kappa 4" gspo.py    # several; forks of examples/ are made first
     python -m lab.compare runs/a-seed1 runs/a-seed2         # finished runs; nothing is trained
     python -m lab.compare --store "my idea" runs/a-seed*    # keeps their row in docs/leaderboard.md
-    python -m lab.compare --on smollm2 ttrl.py scrl.py      # on SmolLM2, of which no rows are stored
+    python -m lab.compare --on smollm2 --seeds 11 12 13 ttrl.py    # on SmolLM2, a real model; for GPUs
 
 The stored rows, and what they mean: docs/leaderboard.md. Ctrl-C ends the runs after a checkpoint; called
 again, the command resumes them and keeps those that are finished. Do not edit the script before its last seed
@@ -39,12 +39,12 @@ from toy.make_toy import phrases
 ROOT = Path(__file__).resolve().parent.parent
 STORED, PAGE = ROOT / "docs/leaderboard.json", ROOT / "docs/leaderboard.md"
 EVALUATION = "--eval_every 0 --no-eval_start --eval_top_k 0"
-REGIMES = {  # flags; of smollm2 no rows are stored
+REGIMES = {  # flags
     "uneven": "--eval toy,toy_test,toy_ood",
     "even": "--model toy_even --eval toy,toy_test,toy_ood",
-    "smollm2": "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood"}
-# Stored rows are also of three more models of the uneven kind, of which no weights are shipped: see "Other
-# models" on the page.
+    "smollm2": "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --steps 30 --prompts_per_batch 16"}
+# Stored rows are also of three more models of the uneven kind, of which no weights are shipped, and of other
+# options on the uneven toy: see "Other models" and "Other options" on the page.
 # The base model without training, one step at the rate 0. Its row is stored as base, its vote as vote.
 BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --train_samples 2 "
         "--num_minibatches 1 --eval_samples 16")
@@ -53,10 +53,12 @@ SUMMARIES = [ROOT / "README.md", ROOT / "docs/measured.md"]
 MARK, TABLE = "<!-- this table is written by lab.compare -->", r"(?m)(?:^\|.*\n)+"
 # Greedy accuracy is kept problem by problem: (column, benchmark, which of its problems).
 GREEDY = [("test", "test", None), ("fewer", "test", True), ("others", "test", False),
-          ("4 operations", "ood", None), ("train", "", None)]
+          ("4 operations", "ood", None), ("train", "", None), ("out of domain", "ood", None)]
 SAMPLED = ["pass@1", "pass@8", "maj@8"]
 FATES = ["learned", "kept", "corrupted"]
-COLUMNS = [name for name, *_ in GREEDY] + SAMPLED + FATES + ["minutes"]
+COLUMNS = [name for name, *_ in GREEDY[:-1]] + SAMPLED + FATES + ["minutes"]
+OF_SMOLLM2 = ["train", "test", "out of domain", *SAMPLED]
+HEADINGS = dict(smollm2="SmolLM2", options="Other options")  # of the others: The NAME toy
 # Of training: kept for the claims as [first step, mean of the last five].
 CURVES = "entropy length distinct_answers majority_accuracy label_accuracy label_coverage token_ratio".split()
 MARGIN = 0.03  # two rows are called equal if the interval of their difference lies within this
@@ -246,18 +248,19 @@ def cell(runs: list[dict], column: str) -> str:
     return mean if half == "nan" else f"{mean}±{half}"
 
 
-def table(rows: dict[str, dict]) -> str:
+def table(rows: dict[str, dict], regime: str = "uneven") -> str:
     """Markdown of {name: row}."""
-    lines = [f"| | {' | '.join(COLUMNS)} | changed lines |", "|---" * (len(COLUMNS) + 2) + "|"]
+    columns = OF_SMOLLM2 if regime == "smollm2" else COLUMNS
+    lines = [f"| | {' | '.join(columns)} | changed lines |", "|---" * (len(columns) + 2) + "|"]
     for name, row in rows.items():
-        cells = [cell(row["runs"], column) for column in COLUMNS]
+        cells = [cell(row["runs"], column) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} | {'–' if row['lines'] is None else row['lines']} |")
     return "\n".join(lines)
 
 
 def summary(stored: dict) -> str:
     """Markdown of both toys side by side, for the first screens."""
-    columns, toys = ["test", "fewer", "others", "pass@1"], [name for name in stored if name in REGIMES]
+    columns, toys = ["test", "fewer", "others", "pass@1"], ["uneven", "even"]
     heads = [f"{regime}: {column}" for regime in toys for column in columns]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name in stored[toys[0]]["rows"]:
@@ -303,8 +306,8 @@ def store(rows: dict[str, dict], regime: str, stored: dict) -> None:
     STORED.write_text(text + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     for name, kept in stored.items():  # the first table behind the regime's heading
-        head, mark, rest = page.partition(f"## The {name} toy\n")
-        page = head + mark + re.sub(TABLE, lambda _: table(kept["rows"]) + "\n", rest, count=1)
+        head, mark, rest = page.partition(f"## {HEADINGS.get(name, f'The {name} toy')}\n")
+        page = head + mark + re.sub(TABLE, lambda _: table(kept["rows"], name) + "\n", rest, count=1)
     PAGE.write_text(page, "utf-8")
     for path in SUMMARIES:
         head, mark, rest = path.read_text(encoding="utf-8").partition(MARK)
@@ -354,7 +357,7 @@ def main() -> None:
     if options.store:
         rows = {options.store: rows.popitem()[1]}
         store(rows, options.on, stored)
-    print(table(kept["rows"] | rows))
+    print(table(kept["rows"] | rows, options.on))
     for name, row in rows.items():
         print(difference(name, row["runs"], kept["rows"].get("TTRL", dict(runs=[]))["runs"]))
 

@@ -54,7 +54,7 @@ def test_a_number_is_its_digits_and_the_end_of_a_turn_one_token(folder):
 def test_problems_are_disjoint_and_right():
     files = make_smollm2.problems()
     texts = [row["problem"] for rows in files.values() for row in rows]
-    assert len(set(texts)) == len(texts) == 120
+    assert len(set(texts)) == len(texts) == 750
     shown = (ROOT / "examples/prompts/few_shot.txt").read_text()
     assert not [text for text in texts if text in shown]
     for row in sum(files.values(), []):
@@ -81,9 +81,9 @@ def test_every_script_knows_the_short_name(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags, length, samples, prompt", [
-    (["--model", "smollm2"], 40, 16, "few_shot.txt"),
+    (["--model", "smollm2"], 40, 4, "few_shot.txt"),
     (["--model", "smollm2", "--preset", "ttrl"], 3072, 16, "system"),
-    (["--model", "runs/ttrl/final", "--preset", "smollm2"], 40, 16, "few_shot.txt")])
+    (["--model", "runs/ttrl/final", "--preset", "smollm2"], 40, 4, "few_shot.txt")])
 def test_evaluate_knows_the_short_name(monkeypatch, flags, length, samples, prompt):
     monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
     args = parse(evaluate.Args, evaluate.TOY, evaluate.REAL).run_args()

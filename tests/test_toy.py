@@ -88,12 +88,13 @@ def test_what_the_base_model_can_do_without_training(regime):
     assert mean_of(regime, "prompt") < mean_of(regime, "vote") + .08
 
 
-def test_coin_length_and_runner_up_pay_nothing():
-    """At temperature 1 in no run. Greedily what lost the vote may pay a good style, but not on average."""
-    base = fmean(run["pass@1"] for run in STORED["uneven"]["rows"]["base"]["runs"])
+@pytest.mark.parametrize("regime", ["uneven", "even"])
+def test_coin_length_and_runner_up_pay_nothing(regime):
+    """At temperature 1 in no run. Greedily a run may drift to a good style, but not on average."""
+    base = fmean(run["pass@1"] for run in STORED[regime]["rows"]["base"]["runs"])
     for name, most in (("random reward", .15), ("length reward", .15), ("runner-up", .45)):
-        assert mean_of("uneven", name) < most, name
-        assert all(run["pass@1"] < base + .05 for run in STORED["uneven"]["rows"][name]["runs"]), name
+        assert mean_of(regime, name) < most, name
+        assert all(run["pass@1"] < base + .05 for run in STORED[regime]["rows"][name]["runs"]), name
 
 
 def test_where_wrong_readings_are_discredited_methods_end_above_vote_and_best_prompt():
@@ -106,8 +107,7 @@ def test_where_wrong_readings_are_discredited_methods_end_above_vote_and_best_pr
 
 def test_where_nothing_discredits_them_the_wrong_reading_is_locked_in():
     vote, gold = mean_of("even", "vote"), mean_of("even", "gold labels")
-    methods = [name for name in METHODS if name in STORED["even"]["rows"]]
-    assert "TTRL" in methods and gold > vote + .08
-    for name in methods:
+    assert gold > vote + .08
+    for name in METHODS:
         assert mean_of("even", name, "fewer") < .2 < mean_of("even", "gold labels", "fewer") - .3, name
-        assert mean_of("even", name) < min(vote + .03, gold - .05)
+        assert mean_of("even", name) < min(vote, mean_of("even", "prompt"))

@@ -41,14 +41,15 @@ def make() -> None:
 
 
 def problems(seed: int = 7) -> dict[str, list[dict]]:
-    """{file: rows}: a * b + c, one digit each, disjoint; out of domain c has two digits, 11 to 39."""
+    """{file: rows}: a * b + c, digits from 2 to 9, all 510 of them that the prompt does not show, to train or
+    to test; out of domain c has two digits, 11 to 39."""
     rng, digits = random.Random(seed), range(2, 10)
     shown = ((3, 4, 2), (5, 6, 7))  # the prompt's examples
     near = [(a, b, c) for a in digits for b in digits for c in digits if (a, b, c) not in shown]
     far = [(a, b, c) for a in digits for b in digits for c in range(11, 40)]
-    near = rng.sample(near, 96)
+    rng.shuffle(near)
     rows = {}
-    for name, part in (("train", near[:48]), ("test", near[48:]), ("ood", rng.sample(far, 24))):
+    for name, part in (("train", near[:240]), ("test", near[240:]), ("ood", rng.sample(far, 240))):
         rows[name] = [dict(problem=f"What is {a} * {b} + {c}?", answer=str(a * b + c)) for a, b, c in part]
     return rows
 

@@ -117,7 +117,7 @@ def test_the_table_tells_an_idea_with_an_effect_from_one_without(harm, verdict):
 
 def test_the_leaderboards_page_has_the_stored_rows():
     for regime, kept in json.loads(compare.STORED.read_text()).items():
-        assert compare.table(kept["rows"]) + "\n" in compare.PAGE.read_text(), regime
+        assert compare.table(kept["rows"], regime) + "\n" in compare.PAGE.read_text(), regime
     for path in compare.SUMMARIES:
         assert compare.summary(json.loads(compare.STORED.read_text())) + "\n" in path.read_text(), path
     assert compare.changed_lines(Path(load_script("flip_rate").__file__)) == 30  # examples/README.md

@@ -1,7 +1,7 @@
 """The first hour on GPUs: does what has met one GPU, briefly, work on yours?
 
     python -m tools.gpu_smoke --quick     # ten minutes (an estimate): the table of docs/measured.md
-    python -m tools.gpu_smoke --quick --size 1.5b    # the same for a card of 80 GB
+    python -m tools.gpu_smoke --quick --size 1.5b    # for a card of 80 GB; twenty minutes
     python -m tools.gpu_smoke             # also --offload, two ranks and vLLM's other ways
 
 Weights are random, in the shape of Qwen2.5-0.5B or 1.5B. It needs no vLLM and no network; with vLLM, and
@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.gpu_smoke", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.5b" if CUDA else "tiny", help="the model's shape")
-    parser.add_argument("--quick", action="store_true", help="ten minutes, 40 GB of disk (estimates)")
+    parser.add_argument("--quick", action="store_true", help="ten to twenty minutes, 40 GB of disk (estimates)")
     args = parser.parse_args()
     if not CUDA and args.size != "tiny":
         sys.exit("Error: torch sees no GPU here; --size tiny tries as much as goes without one.")

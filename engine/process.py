@@ -71,7 +71,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                        "--plan shows what takes it; --resume continues from the newest checkpoint.")
         raise
     except SystemExit as stop:
-        if "vllm" in sys.modules:  # torn down by Python, it prints a CUDA error after a clean stop
+        # a stop by a signal, which is clean; but vLLM, torn down by Python, prints an error of CUDA
+        if "vllm" in sys.modules and isinstance(stop.code, int):
             leave(stop.code)
         raise
     except UserError as error:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, re
     errors = "".join(options.make_args(ttrl.Args, flags).errors())
     assert (f"this torch ({torch.__version__}) sees no GPU. It needs driver" in errors) == refused
     assert bool(errors) == refused
+
+
+@pytest.mark.parametrize("vllm", [True, False])
+def test_a_clean_stop_takes_vllm_down_without_pythons_exit_handlers(monkeypatch, vllm):
+    """They free its memory in an order that CUDA calls an error, seen on an H200 after SIGTERM."""
+    left = []
+    monkeypatch.setattr(process, "leave", left.append)
+    monkeypatch.setattr("sys.argv", ["ttrl.py"])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    if vllm:
+        monkeypatch.setitem(sys.modules, "vllm", mock.Mock())
+    with pytest.raises(SystemExit):
+        process.launch(lambda args: sys.exit(143), ttrl.Args)
+    assert left == [143] * vllm
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():

@@ -46,8 +46,8 @@ PRESETS = {
     # as it is trained; its context is 512 tokens, and vLLM is slower with so small a model
     "toy": SIXTEEN | dict(samples=64, temperature=1.0, top_p=1.0, max_new_tokens=128, max_prompt_tokens=128,
                           sampler="hf"),
-    "smollm2": dict(SIXTEEN, samples=4, temperature=1.0, top_p=1.0, max_new_tokens=40, prompt=SMOLLM2["prompt"],
-                    max_prompt_tokens=192, sampler="hf")}
+    "smollm2": SIXTEEN | dict(samples=4, temperature=1.0, top_p=1.0, max_new_tokens=40,
+                              prompt=SMOLLM2["prompt"], max_prompt_tokens=192, sampler="hf")}
 TOY = dict(benchmarks="toy,toy_test,toy_ood", preset="toy")
 REAL = dict(benchmarks="smollm2,smollm2_test,smollm2_ood", preset="smollm2")
 shown = partial(tyro.conf.arg, help_behavior_hint="(default: the preset's)")  # in --help, for None

@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.gpu_smoke", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.5b" if CUDA else "tiny", help="the model's shape")
-    parser.add_argument("--quick", action="store_true", help="ten to twenty minutes, 40 GB of disk (estimates)")
+    parser.add_argument("--quick", action="store_true", help="ten to twenty minutes, 40 GB of disk")
     args = parser.parse_args()
     if not CUDA and args.size != "tiny":
         sys.exit("Error: torch sees no GPU here; --size tiny tries as much as goes without one.")

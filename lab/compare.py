@@ -43,7 +43,7 @@ REGIMES = {  # flags
     "uneven": "--eval toy,toy_test,toy_ood",
     "even": "--model toy_even --eval toy,toy_test,toy_ood",
     "smollm2": "--model smollm2 --eval smollm2,smollm2_test,smollm2_ood --steps 30 --prompts_per_batch 16"}
-# Stored rows are also of three more models of the uneven kind, of which no weights are shipped, and of other
+# Stored rows are also of five more models of the uneven kind, of which no weights are shipped, and of other
 # options on the uneven toy: see "Other models" and "Other options" on the page.
 # The base model without training, one step at the rate 0. Its row is stored as base, its vote as vote.
 BASE = ("ttrl.py --steps 1 --lr 0 --kl_coef 0 --prompts_per_batch 1 --votes 2 --train_samples 2 "

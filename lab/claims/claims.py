@@ -263,7 +263,7 @@ def draw_turning(stored: dict, out: Path) -> None:
                 axis.set(title=f"the {regime} toy", xlabel="step", xlim=(0, 60), ylim=(-.03, 1.03))
     axes[0].set_ylabel('right on "fewer"')
     axes[1].legend(frameon=False, loc="center right", fontsize=8)
-    axes[2].set(title="five models (rings: even)", xlim=(.2, .6),
+    axes[2].set(title="seven models (rings: even)", xlim=(.1, .85),
                 xlabel='right on "fewer": vote of the base model')
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

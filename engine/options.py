@@ -36,7 +36,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # ----------------------------------------------- options that no paper sets --------------------------------
 # A new option is one field: its docstring is the help, its type the range. The command line, run.json,
 # --resume and the model card then know it. What may have to know of it as well: bad_flags and parse_resumed
-# below, log.model_card (whose paths are published by their last part), tools/plan.py.
+# below, log.model_card (whose paths are published by their last part).
 @dataclasses.dataclass
 class Shared:
     """Options of the six scripts and of evaluate.py."""
@@ -71,20 +71,14 @@ class Machine(Shared):
     plain: bool = False
     """The slow and obvious computation, with padded rows and full logits. It gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recomputing of activations: a third more compute, a quarter of the memory. auto: if a GPU needs it."""
+    """Recomputing of activations: a third more compute, a quarter of the memory. auto: on a GPU."""
     compile: bool = False
     """Fusion of the trainer's norms, rotary embedding, SwiGLU, logits (torch.compile). On one H200 it took a
     minute to compile and made a micro-batch 8 to 14% faster (docs/measured.md)."""
     micro_tokens: CountOrZero = 0
-    """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: up to 16384."""
+    """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: 8192."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
-    plan: bool = False
-    """A table of the memory that this run takes, from the model's config alone, instead of a run."""
-    gpus: CountOrZero = 0
-    """GPUs that --plan plans for; 0: torchrun's ranks."""
-    gpu_gib: NonNegative = 0.0
-    """Memory of each GPU, in GiB, to plan with; 0: what the GPU here has, without one 80."""
     eval_start: bool = True
     """Evaluation of the base model, before the first step."""
     resume: bool = False
@@ -102,9 +96,8 @@ class Machine(Shared):
 
     @property
     def uses_vllm(self) -> bool:
-        """What --sampler means here. A plan may be of another machine, so it does not look."""
-        auto = self.sampler == "auto" and not self.plain
-        return self.sampler == "vllm" or auto and (self.plan or has_vllm())
+        """What --sampler means here."""
+        return self.sampler == "vllm" or self.sampler == "auto" and not self.plain and has_vllm()
 
 
 def has_vllm() -> bool:
@@ -152,10 +145,10 @@ def bad_flags(args) -> list[str]:
     """One sentence per bad flag: flag, value, what is allowed."""
     if bad := out_of_range(args):
         return bad  # what follows computes with the values
-    machine, ranks = args.machine, args.machine.gpus or rank_and_ranks()[1]
+    machine, ranks = args.machine, rank_and_ranks()[1]
     responses, parallel, vllm = args.responses_per_prompt(), machine.tensor_parallel, machine.uses_vllm
     sequences = args.prompts_per_batch * args.train_samples
-    here, cuda = not machine.plan, torch.cuda.is_available()  # a plan may be of another machine
+    cuda = torch.cuda.is_available()
     driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
     on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
     # all that is wrong is told at once, so that three bad flags do not take three starts
@@ -168,18 +161,16 @@ def bad_flags(args) -> list[str]:
         (args.num_minibatches > sequences,
          f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
          "responses of a batch (prompts_per_batch x train_samples)."),
-        (here and (machine.gpus or machine.gpu_gib),
-         "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc-per-node."),
         (ranks % parallel,
          f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
         (parallel > 1 and not vllm,
          f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
-        (here and vllm and not has_vllm(),
+        (vllm and not has_vllm(),
          "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
-        (here and driver and not (cuda or on_cpu),
+        (driver and not (cuda or on_cpu),
          f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
          "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),
-        (here and machine.offload != "none" and not cuda,
+        (machine.offload != "none" and not cuda,
          f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
     return [sentence for wrong, sentence in table if wrong]
 

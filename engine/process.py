@@ -68,7 +68,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     except torch.OutOfMemoryError as error:
         error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
                        "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
-                       "--plan shows what takes it; --resume continues from the newest checkpoint.")
+                       "--resume continues from the newest checkpoint.")
         raise
     except SystemExit as stop:
         # a stop by a signal, which is clean; but vLLM, torn down by Python, prints an error of CUDA

@@ -13,13 +13,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
 from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
 from engine.models import load_model
 from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
+
+# Entries of a config that is refused with vLLM on a GPU
+UNTRIED = re.compile("num_.*experts$|^n_.*experts$|^kv_lora_rank$")
 
 
 def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: list[int], seed: int,
@@ -28,6 +31,11 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     print0(f"{path}: {'vllm' if machine.uses_vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
            f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     if machine.uses_vllm:
+        entries = AutoConfig.from_pretrained(path, trust_remote_code=machine.trust_remote_code)
+        entries = [name for name, value in entries.get_text_config().to_dict().items() if value]
+        if device.type == "cuda" and any(UNTRIED.search(name) for name in entries):
+            raise UserError("--model has experts or latent attention, whose weights vLLM may not take again "
+                            "on a GPU, as nobody has tried; give --sampler hf.")
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
     else:

@@ -13,16 +13,13 @@ from conftest import ROOT, make_policy, random_rollouts, spy, tiny_model
 from equations import log_softmax_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import ttrl
-from engine import plan
 from engine.base import Request, UserError
 from engine.run_folder import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import CHUNKED, PACKED, load_model, read_config
-from engine.options import Machine, make_args
+from engine.options import Machine
 from engine.probe import eager_logprobs, is_fast, sample_probe
 from engine.samplers import HFSampler, check_engine, load_sampler
-from tools.plan import show
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())
@@ -179,14 +176,3 @@ def test_longrope_beyond_its_first_length_is_refused(tmp_path):
     read_config(str(tmp_path), 128, 128)
     with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
         read_config(str(tmp_path), 128, 129)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text"])
-def test_a_type_without_the_sizes_of_a_dense_decoder_has_no_plan_but_runs(folder_of, kind, capsys):
-    options = dict(max_prompt_tokens=64, max_new_tokens=64, gpus=1, gpu_gib=80)
-    config = read_config(str(folder_of(kind)), 64, 64)
-    with pytest.raises(UserError, match=f"type {kind}, of which --plan does not know the memory: "):
-        show(make_args(ttrl.Args, options | dict(plan=True)), config)
-    memory = plan.choose_memory_settings(make_args(ttrl.Args, options), config, True)
-    assert memory == dict(micro_tokens=16384, gradient_checkpointing=True)
-    assert f"Warning: --model is of the type {kind}, whose memory is not known" in capsys.readouterr().out

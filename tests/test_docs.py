@@ -17,7 +17,7 @@ from engine.data import BENCHMARKS
 from engine.options import Machine, parse
 
 RECIPES = [ROOT / "docs/recipes" / f"{script}.md" for script in SCRIPTS]
-PAGES = [ROOT / "README.md", ROOT / "lab/claims/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
 HEADERS = [["row", "command", "paper"], ["row", "command", "read", "paper"]]
 # Prompt and response must fit; the other models of the pages have 32k and more

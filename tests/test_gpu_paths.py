@@ -89,7 +89,7 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 # ------------------------------------------------- the first hour ------------------------------------------
 @pytest.mark.parametrize("flags, hidden, refused", [
     (dict(model="Qwen/Qwen3-4B"), None, True), (dict(model="Qwen/Qwen3-4B"), "0,1", True),
-    (dict(model="Qwen/Qwen3-4B"), "", False), (dict(model="Qwen/Qwen3-4B", plan=True), None, False),
+    (dict(model="Qwen/Qwen3-4B"), "", False),
     (dict(model="smollm2"), None, False), ({}, None, False)])
 def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, refused):
     """Else a driver that is too old means training on the CPU. CUDA_VISIBLE_DEVICES= asks for that."""

@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("target, calls", [(".venv", 4), (".venv-lab", 3), (".venv-gpu", 2), (".docs", 3)])
+@pytest.mark.parametrize("target, calls", [(".venv", 4), (".venv-lab", 3), (".venv-gpu", 2)])
 def test_an_interrupted_installation_begins_anew(target, calls, folder):
     for name in ("fake", "npm"):
         (folder / name).write_text(FAKE)

@@ -107,8 +107,6 @@ def test_imports_run_one_way_and_in_no_circle():
     for module, imported in graph.items():
         if module in ("evaluate", *SCRIPTS):
             imported -= {"common"}
-        if module == "common":
-            imported -= {"tools.plan"}  # what --plan calls
         if not module.startswith(("tools", "lab", "docs")):
             below = "answers" if module.startswith("answers") else ("answers", "engine.")
             assert all(name.startswith(below) for name in imported), (module, imported)
@@ -167,7 +165,6 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ttrl", dict(dataset="", eval="toy"), "there is nothing to train on: --dataset is empty, or -"),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold', but --dataset is empty or has problems without"),
     ("restrain", dict(kappa=100, votes=16), "--kappa is 100, but must be at most 16, the responses per"),
-    ("ttrl", dict(gpu_gib=40), "--gpus and --gpu_gib are taken only by --plan; a run has torchrun's --nproc"),
     ("ttrl", dict(offload="optimizer"), "--offload is 'optimizer', but there is no GPU here to take "),
     # the environment's variables of ranks
     ("ttrl", dict(WORLD_SIZE="8", sampler="vllm", tensor_parallel=3), "--tensor_parallel is 3, but must div"),

@@ -7,7 +7,7 @@
 Weights are random, in the shape of Qwen2.5-0.5B or 1.5B. It needs no vLLM and no network; with vLLM, and
 after `make smollm2`, there are more rows. It prints a block to paste into an issue, a line for each check:
 the machine, attention against float32 products, then two steps of ttrl.py in many ways. Of the second step:
-how far the sampler's log-probs are from the trainer's, memory after the update and by --plan, seconds, tokens
+how far the sampler's log-probs are from the trainer's, memory after the update, seconds, tokens
 a second, and the update's share of an H100's peak. Without a GPU the model is tiny."""
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from engine import builtin  # first: it sets what torch reads when it is loaded
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import ttrl
 from engine.logprobs import packed_attention
 from engine.models import model_folder
-from engine.options import has_vllm, make_args
-from tools.plan import GIB, OVERHEAD, Plan, free_memory
+from engine.options import has_vllm
+
+GIB = 2 ** 30
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -85,9 +85,9 @@ def machine() -> str:
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
         card = f"{torch.cuda.device_count()} x {name}, {total:.1f} GiB, driver {driver}"
         good = int(driver.split(".")[0]) >= 580 and compiler != "no C compiler" and header.exists()
-    disk, memory = shutil.disk_usage(tempfile.gettempdir()).free / 1e9, free_memory() / GIB
+    disk = shutil.disk_usage(tempfile.gettempdir()).free / 1e9
     return demand(good, f"{card}; {compiler}, {tools}, {'' if header.exists() else 'no '}Python.h, glibc "
-                  f"{platform.libc_ver()[1]}; free: {disk:,.0f} GB of disk, {memory:,.0f} GiB of memory")
+                  f"{platform.libc_ver()[1]}; free: {disk:,.0f} GB of disk")
 
 
 def versions(model: Path) -> str:
@@ -169,13 +169,12 @@ def trained(out: Path, flags: list[str], ranks: int = 1, like: Path | None = Non
         text += f"; first gradient apart from {like.name}'s by {apart:.1e}"
         good = good and apart < (0.1 if CUDA else 1e-3)
     if CUDA:
-        args = make_args(ttrl.Args, json.loads((out / "run.json").read_text())["args"] | dict(gpus=ranks))
-        plan = Plan(args, AutoConfig.from_pretrained(model_folder(args.model)))
-        planned = (sum(plan.update.values()) + OVERHEAD) / GIB
-        share = 6 * plan.weights * last["tokens_per_second/update"] / ranks / PEAK
-        text += (f"; {last['peak_memory_gib']:.1f} GiB (plan {planned:.1f}); update {share:.2f} of an H100's "
-                 "peak")
-        good = good and last["peak_memory_gib"] < 1.1 * planned
+        path = model_folder(json.loads((out / "run.json").read_text())["args"]["model"])
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        weights = sum(p.numel() for p in model.parameters())
+        share = 6 * weights * last["tokens_per_second/update"] / ranks / PEAK
+        text += f"; {last['peak_memory_gib']:.1f} GiB; update {share:.2f} of an H100's peak"
     seconds = [f"{name.removeprefix('seconds/')} {value:.1f}" for name, value in last.items()
                if name.startswith("seconds/")]
     return demand(good, f"{text}; seconds: {', '.join(seconds)}; tokens/s: sample "

@@ -4,17 +4,21 @@ The options that a paper sets are in common.py, a method's own in its script."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import signal
 import sys
+import textwrap
 from importlib import util
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
+import docstring_parser
 import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from engine.base import UserError
 from engine.builtin import SMOLLM2, TOY, TOYS
@@ -184,10 +188,10 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
-    description = sys.modules[args_class.__module__].__doc__
+    description = describe(sys.modules[args_class.__module__])
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
-    args = tyro.cli(args_class, description=description)
+    args = tyro.cli(args_class, description=description, registry=manual(toy, smollm2))
     signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(args_class, args, description)
@@ -202,7 +206,55 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
 
 def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a built-in model; for all others nothing."""
-    return toy if model in TOYS else toy | smollm2 if model == "smollm2" else {}
+    if model in TOYS:
+        return toy
+    return toy | smollm2 if model == "smollm2" else {}
+
+
+def describe(module) -> str:
+    """What --help says of a script: the first paragraph of its docstring, and where the rest is."""
+    first = " ".join(module.__doc__.partition("\n\n")[0].split())
+    return f"{first}\n(What it computes, and commands: the top of {Path(module.__file__).name}.)"
+
+
+def documented(args_class: type) -> dict[str, str]:
+    """{option: its docstring, as one line}, a class's own before those that it inherits."""
+    texts = {}
+    for owner in args_class.__mro__[:-1]:
+        for option in docstring_parser.parse_from_object(owner).params:
+            texts.setdefault(option.arg_name, " ".join((option.description or "").split()))
+    return texts
+
+
+def manual(toy: dict, smollm2: dict) -> ConstructorRegistry:
+    """How tyro reads dataclasses: in the order of `documented`, with the defaults of the model that the
+    command line names behind the paper's. tyro by itself keeps the line ends of the source."""
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    words.add_argument("--model", nargs="?", default="")
+    model = words.parse_known_args()[0].model
+    overrides, registry = defaults_of(model, toy, smollm2), ConstructorRegistry()
+
+    @registry.struct_rule
+    def read(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if not dataclasses.is_dataclass(info.type):
+            return None
+        instance = info.default if isinstance(info.default, info.type) else info.type()
+        texts, types, fields = documented(info.type), get_type_hints(info.type, include_extras=True), []
+        names = [field.name for field in dataclasses.fields(info.type)]
+        for name in sorted(names, key=[*texts, *names].index):
+            value = getattr(instance, name)
+            if value != (its_own := overrides.get(name, value)):
+                hint = f"(default: {shortened(value)}; {model or 'the toy'}'s: {shortened(its_own)})"
+                types[name] = Annotated[types[name], tyro.conf.arg(help_behavior_hint=hint)]
+            fields.append(StructFieldSpec(name, types[name], value, texts.get(name)))
+        return StructConstructorSpec(info.type, tuple(fields))
+
+    return registry
+
+
+def shortened(value) -> str:
+    """A default in --help."""
+    return textwrap.shorten(str(value), 60) or "empty"
 
 
 def parse_resumed(args_class: type, args, description: str):

@@ -177,6 +177,30 @@ def test_the_commands_of_a_docstring_parse(name, capsys, monkeypatch):
     assert {check(f"{name}'s docstring", command, capsys, monkeypatch).name for command in commands} == {name}
 
 
+@pytest.mark.parametrize("name", [*SCRIPTS, "evaluate"])
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_reflows_and_begins_with_the_scripts_own_options(name, columns, capsys, monkeypatch):
+    """No line ends before the next word would not fit: none of the source's line ends is left."""
+    module = load_script(name)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit):
+        parse(module.Args, **launched_with(module))
+    lines = capsys.readouterr().out.splitlines()
+    column = next(line.index("show this help") for line in lines if "show this help" in line)
+    for line, following in zip(lines, lines[1:]):
+        text, rest = line[column:-2].rstrip(), following[1:-2].strip()
+        if text and line[column - 2:column] == "  " and following[1:column].isspace() and rest:
+            assert column + len(f"{text} {rest.split()[0]}") > columns - 2, line
+    assert lines[1] == lines[4] == "" and lines[2] and lines[3] and "-h, --help" in "".join(lines[5:9])
+    flags = [line[2:].split()[0].rstrip(",") for line in lines if re.match(". --[a-z]", line)]
+    fields = module.Args.__dataclass_fields__
+    own = [f"--{option.replace('_', '-')}" for option in module.Args.__annotations__ if option in fields]
+    assert flags[:len(own)] == own and (name != "restrain" or "--kappa" in "".join(lines[:40]))
+    printed = " ".join([line[2:-2].strip() for line in lines])
+    assert "the toy's: " in printed and "smollm2's: " not in printed
+
+
 @each_page
 def test_every_flag_exists(page):
     flags = {"help", *KNOWN_FLAGS}

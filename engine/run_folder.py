@@ -115,9 +115,9 @@ def script_name() -> str:
 
 
 def code_digest(script: Path) -> int:
-    """Hash of a run's script, common.py, answers/, engine/ and toy/: whether two runs are of one code."""
+    """Hash of a run's script, common.py, answers/, engine/ and the toys: whether two runs are of one code."""
     root, files = Path(__file__).parent.parent, [script]
-    for pattern in ("common.py", "answers/*.py", "engine/*.py", "toy/*"):
+    for pattern in ("common.py", "answers/*.py", "engine/*.py", "toy/**/*.json*", "toy/**/*.safetensors"):
         files += sorted(root.glob(pattern))
     return stable_hash([file.read_bytes() for file in files if file.is_file()])
 

@@ -16,7 +16,6 @@ from toy import make_toy
 METHODS = ["TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL"]
 SURE = ["TTRL", "RESTRAIN", "ETTRL"]  # the others lock in too often
 both = pytest.mark.parametrize("name", ["toy", "toy_even"])
-STORED = json.loads(compare.STORED.read_text())
 
 
 def base_model(folder, name: str, **settings) -> dict:
@@ -77,8 +76,13 @@ def test_the_demo_learns(tmp_path):
 
 
 # --------------------------------------------------- the stored runs -------------------------------------
+def runs_of(regime: str, name: str, column: str = "test") -> list[float]:
+    lines = [line for line in compare.stored() if (line["toy"], line["row"]) == (regime, name)]
+    return [float(line[column]) for line in lines]
+
+
 def mean_of(regime: str, name: str, column: str = "test") -> float:
-    return fmean(fmean(compare.greedy(run, column)) for run in STORED[regime]["rows"][name]["runs"])
+    return fmean(runs_of(regime, name, column))
 
 
 @pytest.mark.parametrize("regime", ["uneven", "even"])
@@ -91,10 +95,10 @@ def test_what_the_base_model_can_do_without_training(regime):
 @pytest.mark.parametrize("regime", ["uneven", "even"])
 def test_coin_length_and_runner_up_pay_nothing(regime):
     """At temperature 1 in no run. Greedily a run may drift to a good style, but not on average."""
-    base = fmean(run["pass@1"] for run in STORED[regime]["rows"]["base"]["runs"])
+    base = mean_of(regime, "base", "pass@1")
     for name, most in (("random reward", .15), ("length reward", .15), ("runner-up", .45)):
         assert mean_of(regime, name) < most, name
-        assert all(run["pass@1"] < base + .05 for run in STORED[regime]["rows"][name]["runs"]), name
+        assert all(rate < base + .05 for rate in runs_of(regime, name, "pass@1")), name
 
 
 def test_where_wrong_readings_are_discredited_methods_end_above_vote_and_best_prompt():

@@ -351,7 +351,7 @@ def subset(args: Args, step: int, prompt: Problem, n: int) -> list[int]:
 def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
-    A sampler with stale weights stops the run: in float32 if one token differs by more than --max_logp_diff;
+    A sampler with stale weights stops the run: in float32 if one token differs by more than MAX_LOGP_DIFF;
     in bfloat16, which rounds, if the average is above .1 and 5 times the first step's, or above .5. There an
     average above .05 is a warning."""
     scored = filter(run.args.has_gradient, train)
@@ -359,13 +359,18 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
-    exact, allowed = run.dtype == torch.float32, run.args.machine.max_logp_diff
+    exact = run.dtype == torch.float32
     first = run.log.first_diff = run.log.first_diff or average
-    if average > (0.5 if exact else min(0.5, max(0.1, 5 * first))) or exact and largest > allowed:
+    if exact:
+        wrong = largest > samplers.MAX_LOGP_DIFF or average > 0.5
+    else:
+        wrong = average > min(0.5, max(0.1, 5 * first))
+    if wrong:
         raise UserError(f"sampler and trainer disagree: their log-probs differ by up to {largest:.2g}, "
-                        f"{average:.2g} on average, {first:.2g} in the first step (--max_logp_diff "
-                        f"{allowed}). Either --sampler computes this model otherwise, or its weights or its "
-                        "prefix cache are stale, or tokens that it did not write have no mask 0.")
+                        f"{average:.2g} on average, {first:.2g} in the first step (in float32 at most "
+                        f"{samplers.MAX_LOGP_DIFF} is allowed). Either --sampler computes this model "
+                        "otherwise, or its weights or its prefix cache are stale, or tokens that it did not "
+                        "write have no mask 0.")
     if not exact and average > 0.05:
         print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average, logp_nan=invalid)

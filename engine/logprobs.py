@@ -108,8 +108,7 @@ class ChunkedHead(PlainHead):
 
         def of_chunk(hidden, targets):
             # one tensor: a chunk made again for a loss of one of the values alone would not be freed
-            # clone: compiled code treats a view as another case
-            return torch.stack(self.values(last(hidden), targets.clone(), *options))
+            return torch.stack(self.values(last(hidden), targets, *options))
 
         size = max(1, CHUNK.get(hidden.device.type, 2 ** 27) // len(last.weight))
         if len(targets) <= size:  # a single chunk is kept
@@ -122,11 +121,6 @@ class ChunkedHead(PlainHead):
 # ------------------------------------------------------ packed ---------------------------------------------
 class PackedHead(ChunkedHead):
     """For models whose attention is `packed_attention`."""
-
-    def forward(self, inputs: dict, *others):
-        packing = inputs.get("packing")
-        # a function, as compiled layers look into a list, and are compiled again for one of another length
-        return super().forward(inputs | dict(packing=packing and (lambda: packing)), *others)
 
     @staticmethod
     def rows(rollouts: list) -> tuple[dict, torch.Tensor]:
@@ -165,7 +159,7 @@ ONE_HEAD_EACH = ("cuda",)
 def packed_attention(module, query, key, value, attention_mask, packing=None, scaling=None, **options):
     """Attention of packed rows, [1, heads, tokens, d] -> [1, tokens, heads, d]. What prompts share attends to
     itself, once; the rest of a prompt attends to that and to itself; each response, a row, attends to both
-    and to itself. packing: () -> (shared, groups), see `rows`; without it: ordinary causal attention.
+    and to itself. packing: (shared, groups), see `rows`; without it: ordinary causal attention.
 
     Padding is on the right, where causal attention never sees it."""
     if packing is None:
@@ -178,7 +172,7 @@ def packed_attention(module, query, key, value, attention_mask, packing=None, sc
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         return x.transpose(1, 2).flatten(0, 1).flatten(1)                # [rows * tokens, heads * d]
 
-    shared, groups = packing()
+    shared, groups = packing
     sizes = [size for length, _, pack in groups for size in (length, len(pack))]
     begin, *parts = zip(*[x.split([shared, *sizes], dim=2) for x in (query, key, value)])
     out = [attend(*begin)] if shared else []

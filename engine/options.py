@@ -69,16 +69,10 @@ class Shared:
 
 @dataclasses.dataclass
 class Machine(Shared):
-    max_logp_diff: NonNegative = 1e-3
-    """Largest allowed difference of a token's log-probs in sampler and trainer. A float32 run stops above it;
-    one in bfloat16 stops if the average is above 0.1 and 5 times the first step's."""
     plain: bool = False
     """The slow and obvious computation, with padded rows and full logits. It gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Recomputing of activations: a third more compute, a quarter of the memory. auto: on a GPU."""
-    compile: bool = False
-    """Fusion of the trainer's norms, rotary embedding, SwiGLU, logits (torch.compile). On one H200 it took a
-    minute to compile and made a micro-batch 8 to 14% faster (docs/measured.md)."""
     micro_tokens: CountOrZero = 0
     """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: 8192."""
     offload: Literal["none", "reference", "optimizer"] = "none"

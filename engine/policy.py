@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface
 
 from engine.base import timed
 from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
-from engine.logprobs import PackedHead, head_logprobs, packed_attention
+from engine.logprobs import PackedHead, head_logprobs
 from engine.probe import trainers_way
 
 # -------------------------------------------------- micro-batches -------------------------------------------
@@ -115,7 +114,7 @@ class Policy:
 
     def __init__(self, model, device, dtype, trainable: bool = True, gradient_checkpointing: bool = False,
                  micro_tokens: int = 16384, plain: bool = False, max_length: int = 0, offload: bool = False,
-                 implementation: tuple[type, str] | None = None, adapt=None, compile: bool = False):
+                 implementation: tuple[type, str] | None = None, adapt=None):
         """model: of load_model, and this policy's alone. max_length: of prompt and response, in tokens.
         implementation: (head, attention), of `trainers_way` if not given. adapt: see common.start."""
         self.device, self.dtype, self.trainable, self.micro_tokens = device, dtype, trainable, micro_tokens
@@ -135,8 +134,6 @@ class Policy:
                     vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
         if adapt:
             adapt(self)
-        if compile:
-            compile_all(self.head)
         self._shard(offload)
 
     def _shard(self, offload: bool) -> None:
@@ -281,34 +278,17 @@ def load_policies(models: list, device, dtype, machine, max_length: int, adapt=N
     """(the policy, the reference) of one model that was loaded twice; loaded once, there is no reference.
     memory: of `memory_settings`."""
     options = dict(plain=machine.plain, max_length=max_length, **memory)
-    policy = Policy(models[0], device, dtype, offload=machine.offload == "optimizer", compile=machine.compile,
-                    adapt=adapt, **options)
+    policy = Policy(models[0], device, dtype, offload=machine.offload == "optimizer", adapt=adapt, **options)
     if len(models) < 2:
         return policy, None
     reference = Policy(models[1], device, dtype, False, offload=machine.offload != "none",
-                       compile=machine.compile, implementation=policy.implementation, **options)
+                       implementation=policy.implementation, **options)
     return policy, reference
 
 
-# -------------------------------------------------- compiled layers -----------------------------------------
 def decoder_layers(model) -> list:
     """The modules that transformers keeps whole on a device."""
     return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-
-
-def compile_all(head) -> None:
-    """Fuse norms, rotary embedding, SwiGLU and residuals, and what is made of logits. Attention, packed
-    differently in each micro-batch, stays as it is; recomputation and FSDP stay outside."""
-    # Scoring, training, a reference, a first layer and a last chunk are variants of the same code. Torch's
-    # own limit is 8, beyond which it runs the code uncompiled with no word.
-    torch._dynamo.config.recompile_limit = 64
-    # Else a first row with as many tokens as the model is wide is taken for one of that fixed length, and all
-    # is compiled once more for the second row.
-    torch.fx.experimental._config.use_duck_shape = False
-    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
-    for layer in decoder_layers(head.model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-    head.values = torch.compile(head.values, dynamic=True)
 
 
 # ------------------------------------------------ what ranks must share -------------------------------------

@@ -23,6 +23,8 @@ from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
 
 # Entries of a config that is refused with vLLM on a GPU
 UNTRIED = re.compile("num_.*experts$|^n_.*experts$|^kv_lora_rank$")
+# Of a token's log-probs in sampler and trainer, both in float32: rounding reaches a hundredth of it.
+MAX_LOGP_DIFF = 1e-3
 
 
 def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: list[int], seed: int,
@@ -50,7 +52,7 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
     """Let the sampler make a few tokens and compare its log-probs with the policy's, whose weights it takes
     first, or with its own model's. Raises UserError if it fails, or if they differ.
 
-    exact: they are float32, of which none may differ by more than --max_logp_diff."""
+    exact: they are float32, of which none may differ by more than MAX_LOGP_DIFF."""
     model = policy.model if policy else sampler.model
     name, other = ("vLLM", "hf") if machine.uses_vllm else ("--sampler hf", "vllm")
     kind = f"--model, which is of the type {model.config.model_type}; give --sampler {other}"
@@ -68,7 +70,7 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
     else:
         own = on_rank_0(lambda: eager_logprobs(model, responses))[0]  # evaluate.py puts weights there alone
     difference = (logprobs - own).abs()
-    largest = machine.max_logp_diff if exact else torch.inf
+    largest = MAX_LOGP_DIFF if exact else torch.inf
     average = 0.5 if machine.uses_vllm else 0.05  # vLLM's kernels round otherwise, transformers' alike
     if not difference.max() <= largest or difference.mean() > average:  # NaN, too
         raise UserError(f"{name} computes log-probs up to {float(difference.max()):.2g} off those of the "

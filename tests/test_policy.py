@@ -1,19 +1,14 @@
 """The policy: micro-batch plans, packed rows, the head without full logits, saving."""
 
-import json
 import pickle
 import random
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, make_policy, random_rollouts, tiny_model
+from conftest import make_policy, random_rollouts, tiny_model
 from equations import log_softmax_rows, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ranks import ENVIRONMENT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -275,69 +270,6 @@ def test_scores_are_sent_once(monkeypatch):
         assert all(map(torch.equal, own, found))
     numbers = 2 * sum(len(r.response_ids) for r in rollouts)
     assert max(map(len, sent)) < 4 * numbers + 2000 * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, dict(gradient_checkpointing=True), dict(plain=True)])
-def test_compiled_code_changes_no_number(flags):
-    """Layers and what is made of logits, by the real compiler."""
-    policies = [make_policy(**flags), make_policy(compile=True, **flags)]
-    for count in (6, 2, 9):
-        found = []
-        for policy in policies:
-            micro, = policy.micro_batches(random_rollouts(count, seed=count))
-            with torch.no_grad():
-                scores = policy.logprobs(micro, 1.0)
-            logp, entropy = policy.logprobs(micro, 1.0)
-            (torch.linspace(-1, 1, len(logp)) * logp + entropy).sum().backward()
-            found.append((*scores, logp, entropy, {n: p.grad for n, p in policy.model.named_parameters()}))
-            policy.model.zero_grad()
-        assert max(map(relative_error, *found)) < 1e-5
-
-
-RECOMPILATIONS = """
-import functools, sys
-sys.path[:0] = ["tests", "."]
-import torch
-from conftest import make_policy, random_rollouts
-from engine import logprobs, process
-from torch._dynamo.utils import counters
-
-torch.compile = functools.partial(torch.compile, backend="aot_eager")
-torch._dynamo.config.fail_on_recompile_limit_hit = True
-process.start_processes(dict(seed=0, dtype="bfloat16"))
-logprobs.CHUNK["cpu"] = 2 ** 13  # 13 tokens: several chunks
-options = dict(dtype=torch.bfloat16, compile=True)
-policy = make_policy(gradient_checkpointing=True, **options)
-reference = make_policy(trainable=False, implementation=policy.implementation, **options)
-graphs = []
-for number in range(6):
-    rollouts = random_rollouts(6 + number, seed=number)
-    if not number:  # as many tokens as the model is wide, and a last chunk of one
-        del rollouts[1:]
-        rollouts[0].prompt_ids = [9] * (policy.model.config.hidden_size + 1 - len(rollouts[0].response_ids))
-    if number == 1:  # a single chunk
-        rollouts = random_rollouts(1, shortest=9, longest=9)
-    policy.score_old(rollouts, 1.0)
-    reference.score_ref(rollouts, 1.0)
-    for micro in policy.micro_batches(rollouts):
-        logp_T, entropy_T = policy.logprobs(micro, 1.0, 0.0)
-        (logp_T * micro.mask_T).sum().backward()
-    graphs.append(counters["stats"]["unique_graphs"])
-print("graphs", graphs)
-"""
-
-
-@pytest.mark.slow
-def test_what_is_compiled_once_is_compiled_no_more(tmp_path):
-    """FSDP2, bfloat16, recomputation, a reference; six updates of other sizes. No graph is made after the
-    first update, although its one row has as many tokens as the model is wide; torch has given up none."""
-    (tmp_path / "driver.py").write_text(RECOMPILATIONS)
-    command = [sys.executable, tmp_path / "driver.py"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    graphs = json.loads(re.search(r"graphs (\[.*?\])", done.stdout)[1])
-    assert graphs[0] > 5 and set(graphs) == {graphs[0]}, graphs
 
 
 # -------------------------------------------------- saving -------------------------------------------------

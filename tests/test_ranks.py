@@ -133,8 +133,8 @@ def pairs(tmp_path_factory):
         for script in SCRIPTS:
             flags = [*FLAGS, *OWN.get(script, []), "--seed", "1", "--micro_tokens", micro_tokens]
             jobs.append(job(script, folder / f"{script}-{ranks}", *flags))
-        flags = [*FLAGS, *(["--compile", "--gradient_checkpointing", "on"] if ranks == 2 else [])]
-        jobs.append(job("ttrl", folder / f"compiled-{ranks}", *flags, "--micro_tokens", micro_tokens))
+        flags = [*FLAGS, *(["--gradient_checkpointing", "on"] if ranks == 2 else [])]
+        jobs.append(job("ttrl", folder / f"recomputed-{ranks}", *flags, "--micro_tokens", micro_tokens))
         flags = ["--benchmarks", "toy", "--samples", "4", "--max_new_tokens", "64"]
         jobs.append(job("evaluate", folder / f"evaluate-{ranks}", *flags))
         done = ended(drive(ranks, folder, *jobs), timeout=580)
@@ -172,7 +172,7 @@ def assert_same_runs(one, two):
     assert relative_error(first, second) < 1e-4
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "compiled"])  # with recomputation, too
+@pytest.mark.parametrize("script", [*SCRIPTS, "recomputed"])
 def test_one_rank_equals_two(pairs, script):
     """Four optimizer steps, micro-batches cut differently, one rollout batch.
 

@@ -4,7 +4,6 @@
     python evaluate.py --model runs/NAME/final --benchmarks math500,aime24,aime25 --preset ttrl
     torchrun --nproc-per-node 8 evaluate.py --model Qwen/Qwen3-4B-Base --benchmarks math500,gpqa \\
         --preset evol_rl
-    python evaluate.py --model runs/NAME/checkpoints/step_00000020 --benchmarks math500 --preset ttrl
 
 A preset is a paper's evaluation: samples, temperature, top-p, top-k, length limits and prompt, not its
 grader. A flag given beside a preset wins over it.
@@ -20,9 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common
 from engine.base import UserError, write_atomically
@@ -56,7 +53,7 @@ shown = partial(tyro.conf.arg, help_behavior_hint="(default: the preset's)")  # 
 @dataclass
 class Args(Shared):
     model: str = ""
-    """Hub id, folder, or checkpoint of a run; empty: the built-in toy; smollm2: a small real one."""
+    """Hub id or folder of a model or of a run; empty: the built-in toy; smollm2: a small real one."""
     benchmarks: str = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal[*PRESETS] = "ttrl"
@@ -91,6 +88,9 @@ class Args(Shared):
         """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""
         if bad := out_of_range(self):
             raise UserError("\n".join(bad))
+        if (Path(self.model) / "state.json").is_file():
+            raise UserError(f"--model is '{self.model}', a checkpoint of a run, which is no model; "
+                            "docs/fork.md says how to get one from it.")
         if self.grader == "math_verify" and not util.find_spec("math_verify"):
             raise UserError("--grader is 'math_verify', which needs another package: pip install "
                             "math-verify.")
@@ -104,7 +104,7 @@ class Args(Shared):
             options[name] = chosen.pop(name)
         options |= {f"eval_{name}": value for name, value in chosen.items()}
         options |= dict(prompts_per_batch=10**6)  # no training: any number of ranks
-        options |= dict(model=trained_model(self.model), eval=self.benchmarks, seed=self.seed)
+        options |= dict(model=self.model, eval=self.benchmarks, seed=self.seed)
         return make_args(common.Args, options)
 
 
@@ -119,10 +119,11 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     print0(f"Evaluating {model} ...")
-    if is_checkpoint(args.model):
-        run.sampler.load(weights_in(args.model, run.device, run.dtype))
-    if isinstance(run.sampler, VLLMSampler):
-        check_sampler(run, args.model)
+    if isinstance(run.sampler, VLLMSampler):  # here is no trainer that would notice a difference
+        if rank_and_ranks()[0] == 0:  # which computes transformers' log-probs
+            for parameter in run.sampler.model.parameters():
+                parameter.data = parameter.data.to(run.dtype)
+        check_engine(run.sampler, run.args.machine, run.dtype == torch.float32)
     for name, problems in run.benchmarks.items():
         graded = common.evaluate_benchmark(run, name, problems)
         if args.grader == "math_verify":
@@ -145,41 +146,6 @@ def save_results(folder: Path, model: str, results: dict) -> None:
     if rank_and_ranks()[0] == 0:
         record = read_run(folder) | dict(model=model, results=results)
         write_atomically(folder / "results.json", json.dumps(record, indent=1))
-
-
-def is_checkpoint(model: str) -> bool:
-    """Whether it is a folder runs/NAME/checkpoints/step_N."""
-    return (Path(model) / "state.json").is_file()
-
-
-def check_sampler(run, model: str) -> None:
-    """Compare vLLM with transformers on a few tokens: here is no trainer that would notice a difference."""
-    own = run.sampler.model
-    if rank_and_ranks()[0] == 0:  # which computes the model's own log-probs
-        weights = weights_in(model, "cpu", run.dtype) if is_checkpoint(model) else own.named_parameters()
-        for name, tensor in weights:
-            own.get_parameter(name).data = tensor.detach().to(run.dtype)
-    check_engine(run.sampler, run.args.machine, run.dtype == torch.float32)
-
-
-def trained_model(model: str) -> str:
-    """--model of the run that wrote this checkpoint, for config and tokenizer; any other model as it is.
-
-    Raises UserError if the run's run.json cannot be read."""
-    if not is_checkpoint(model):
-        return model
-    run = read_run(Path(model).resolve().parents[1], f"--model is '{model}', a checkpoint, but ")
-    return run["args"]["model"]
-
-
-def weights_in(checkpoint: str, device, dtype):
-    """Name and tensor of every weight in a checkpoint, one by one; what has moments is a weight."""
-    stored = HuggingFaceStorageReader(checkpoint).read_metadata().state_dict_metadata
-    for name in stored:
-        if f"{name}.exp_avg" in stored:
-            weight = {name: torch.empty(stored[name].size)}
-            dcp.load(weight, storage_reader=HuggingFaceStorageReader(checkpoint), no_dist=True)
-            yield name, weight[name].to(device, dtype)
 
 
 def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, list]:

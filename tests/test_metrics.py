@@ -1,6 +1,6 @@
 """What a run is watched by, against numbers worked out by hand: grading, pass@k, and the votes of a step.
 
-evaluate.py: a checkpoint as well as a final model, and the presets."""
+evaluate.py: a final model, the model of a checkpoint, and the presets."""
 
 import itertools
 import json
@@ -14,13 +14,13 @@ import pytest
 import torch
 from conftest import ROOT, run_toy
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 
 import common
 import evaluate
 import restrain
 import ttrl
 from common import Problem, Rollout, majority
-from engine.base import UserError
 from engine.run_folder import read_run
 from engine.metrics import few_answers, grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
 from engine.log import model_card, sample_record
@@ -257,27 +257,30 @@ def test_a_grader_that_is_not_installed_is_said(launch, monkeypatch):
     assert code == 2 and error.endswith("which needs another package: pip install math-verify.\n")
 
 
-def test_a_checkpoint_scores_as_the_model_that_it_is_of(tmp_path):
-    """pass@1 and every response, of the last step's checkpoint and of final/, not of the base model."""
-    run = tmp_path / "run"  # with a learning rate that changes what the model says
-    run_toy(ttrl, run, steps=2, checkpoint_every=2, lr=2e-3, warmup=0.0)
-    said, results = {}, {}
-    for name in ("final", "checkpoints/step_00000002", "../run", ""):  # ../run: the run's folder
-        out, model = tmp_path / "out" / (name.strip("./") or "start"), str(run / name) if name else ""
-        args = evaluate.Args(model=model, benchmarks="toy", out=str(out), preset="toy", samples=1,
-                             max_new_tokens=48, save_generations=True)
-        results[name] = evaluate.main(args)
+def test_a_final_model_scores_as_itself_and_a_checkpoint_becomes_one(tmp_path, launch):
+    """Every response, of a run's folder and of its final/, not of the base model. As docs/fork.md says, a
+    copy that is resumed to end at a checkpoint's step has that checkpoint's weights, bit for bit."""
+    run, copy = tmp_path / "run", tmp_path / "copy"  # with a rate that changes what the model says
+    run_toy(ttrl, run, steps=2, checkpoint_every=1, lr=2e-3, warmup=0.0)
+    code, _, error = launch("evaluate", model=run / "checkpoints/step_00000001")
+    assert code == 2 and "a checkpoint of a run, which is no model; docs/fork.md says how" in error
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints/step_00000002")
+    args = json.loads((copy / "run.json").read_text())["args"]
+    run_toy(ttrl, **args | dict(resume=True, out=str(copy), steps=1))
+    stored = {}
+    for file in (copy / "checkpoints/step_00000001").glob("*.safetensors"):
+        stored |= load_file(file)
+    final = load_file(copy / "final/model.safetensors")
+    assert final and all(torch.equal(stored[name], tensor) for name, tensor in final.items())
+    said = {}
+    for name in ("run/final", "run", "copy", ""):
+        out, model = tmp_path / f"of-{name.replace('/', '-')}", str(tmp_path / name) if name else ""
+        evaluate.main(evaluate.Args(model=model, benchmarks="toy", out=str(out), preset="toy", samples=1,
+                                    max_new_tokens=48, save_generations=True))
         said[name] = (out / "generations.jsonl").read_text()
-        assert json.loads((out / "results.json").read_text())["model"] == model or not name
-    assert said["final"] == said["checkpoints/step_00000002"] != said[""]
-    assert results["final"] == results["checkpoints/step_00000002"] == results["../run"]
-    assert said["final"] == said["../run"]
-
-
-def test_a_checkpoint_without_its_run_is_one_sentence(tmp_path):
-    (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="a checkpoint, but .*run.json cannot be read, it does not exist"):
-        evaluate.Args(model=str(tmp_path)).run_args()
+        assert json.loads((out / "results.json").read_text())["model"] == (model or "the toy")
+    assert said["run/final"] == said["run"] and len(set(said.values())) == 3
 
 
 def test_the_toy_by_its_name_has_its_own_settings(launch):

@@ -104,21 +104,18 @@ def test_page_marks_label_negatives_and_gold_answer():
 
 def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
     other = dict(problem="1 + 1?", answer="2")
-    samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
     rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
-    votes = [brief(1, [["8", 2], ["7", 1]]), brief(2, [["7", 2], ["8", 1]], "right")]
-    texts = [logged(2, rows, [0, 0, 0, 1], {"0": 1.0})]  # of the second vote alone
-    first = write_run(tmp_path / "first", ARGS, samples=texts, votes=votes)
-    second = write_run(tmp_path / "second", ARGS, samples=samples, votes=[
-        brief(1, [["2", 3]], **other), brief(1, [["7", 3]])])
-    data = report.page_data([first, second])
-    assert [run["told"][:22] for run in data["runs"]] == ["Majorities in training", ""]
+    samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
+    samples[20] = logged(21, rows, [0, 0, 0, 1], {"0": 1.0})  # where the responses agree least
+    votes = [brief(1, [["8", 2], ["7", 1]]), brief(1, [["2", 3]], **other),
+             brief(2, [["7", 2], ["8", 1]], "right")]
+    data = report.page_data(write_run(tmp_path / "run", ARGS, samples=samples, votes=votes))
+    assert data["run"]["told"].startswith("Majorities in training")
     assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
-    assert [vote["problem"] for run in data["runs"] for vote in run["votes"]] == [0, 0, 1, 0]
-    assert [vote["step"] for vote in data["runs"][1]["kept"]] == list(range(1, 1001, 20))
-    assert data["curves"] == {"Learning": {"reward": [{1: 0.5, 2: 1}] * 2}}  # the loss is always 0.1
-    assert list(data["explained"]) == ["reward"] and data["opens"] == 2  # there the responses agree least
-    assert data["runs"][0]["style"] != data["runs"][1]["style"]
+    assert [vote["problem"] for vote in data["run"]["votes"]] == [0, 1, 0]
+    assert [vote["step"] for vote in data["run"]["kept"]] == list(range(1, 1001, 20))
+    assert data["curves"] == {"Learning": {"reward": {1: 0.5, 2: 1}}}  # the loss is always 0.1
+    assert list(data["explained"]) == ["reward"] and data["opens"] == 21
 
 
 def test_the_first_sentences_are_made_of_the_runs_numbers():
@@ -133,13 +130,13 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
 
 @pytest.fixture
 def browse(tmp_path):
-    """browse(runs, script) -> what their page shows after that script; no line in the console."""
+    """browse(run, script) -> what its page shows after that script; no line in the console."""
     if not shutil.which("chromium"):
         pytest.skip("optional: no chromium")
 
-    def browsed(runs, script=""):
+    def browsed(run, script=""):
         page = tmp_path / "page.html"
-        report.write_report(runs, page)
+        report.write_report(run, page)
         assert page.read_text().count("<script") == page.read_text().count("</script") == 1  # its own
         page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
         flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
@@ -154,17 +151,6 @@ def browse(tmp_path):
     return browsed
 
 
-def test_an_evaluation_has_a_page_of_its_responses(browse, tmp_path):
-    said = [dict(benchmark="toy", problem="3 + 4?", gold="7", response=f"it is {answer}", answer=answer,
-                 answer_class=i, correct=not i, finished=True) for i, answer in enumerate(["7", "?!"])]
-    run = write_run(tmp_path / "run", ARGS, generations=said)
-    (run / "results.json").write_text('{"results": {"toy": {"pass@1": 0.5}}}')
-    page = browse([run], "choices[0].box.value = 'wrong'; words.value = 'IT IS'; filter();")
-    assert "1 of 2 responses" in page and "<td>0.5</td>" in page
-    shown = page.partition('id="found"')[2].partition("<nav")[0]
-    assert "it is ?!" in shown and "it is 7" not in shown and "reward" not in shown
-
-
 def test_nothing_in_a_response_runs(browse, tmp_path):
     """The page's own script does: a click on a cell shows its vote."""
     rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
@@ -174,9 +160,9 @@ def test_nothing_in_a_response_runs(browse, tmp_path):
     samples = [logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
     run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
     click = "document.querySelectorAll('.grid rect')[1].dispatchEvent(new MouseEvent('click'));"
-    clicked = browse([run], click)
-    assert "step 2: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in clicked
-    page = browse([run]) + clicked
+    clicked = browse(run, click)
+    assert "Step 2: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in clicked
+    page = browse(run) + clicked
     for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
         assert text in page
     for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):

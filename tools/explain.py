@@ -1,19 +1,11 @@
-"""The same responses under six papers: who gets which reward and advantage, and why.
-
-    python -m tools.explain                                    # three problems of the toy that differ
-    python -m tools.explain --model Qwen/Qwen2.5-Math-1.5B --dataset aime24 --n 64
+"""The same responses under six papers: who gets which reward and advantage, and why. For docs/lesson.ipynb.
 
 It calls the public functions of the six scripts with their defaults. All N responses count as trained.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-import textwrap
 from collections import Counter
-from pathlib import Path
 
 import torch
 
@@ -24,9 +16,6 @@ import evol_rl
 import restrain
 import scrl
 import ttrl
-from engine.base import UserError
-from engine.options import defaults_of, make_args
-from evol_rl import Embedder
 
 
 class Vote:
@@ -106,70 +95,3 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
     texts.append("Dynamic RL rewards the solutions as TTRL does. Had the model written this question: "
                  f"p = {p:.2f} and R_q = {dynamic_rl.question_reward(p, tau):.2f}, which is 1 at p = {tau}.")
     return texts
-
-
-def as_text(vote: Vote, embed=None) -> str:
-    """A problem, the sentences, and a table with a row for every response."""
-    columns = columns_of(vote, embed)
-    methods = dict.fromkeys(title.split()[0] for title in columns)  # each has two columns
-    rows = [["#", "answer", "votes", "H", *(title.split()[1] for title in columns)]]
-    for i, (response, c) in enumerate(zip(vote.responses, vote.classes)):
-        answer = str(response.answer)[:8]
-        rows.append([str(i + 1), answer, str(vote.counts[c]), f"{vote.entropies[i]:.2f}"])
-        rows[-1] += [f"{values[i]:+.2f}" for values in columns.values()]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    above = "".join(f"{name:>14}" for name in methods).rjust(len(lines[0]))
-    problem = textwrap.fill(f"Problem: {vote.problem.question}", 110)
-    paragraphs = [textwrap.fill(text, 110) for text in sentences(vote, columns)]
-    return "\n".join([problem, "", *paragraphs, "", above, *lines, ""])
-
-
-def sample_votes(model: str, dataset: str, n: int, seed: int, problems: int, prompt: str = "") -> list[Vote]:
-    """n responses of the base model to each of the first problems."""
-    options = defaults_of(model) | dict(model=model)
-    options |= dict(eval="", steps=1, kl_coef=0.0, seed=seed, votes=n, train_samples=n, prompts_per_batch=1,
-                    num_minibatches=1, dataset=dataset or options.get("dataset", ""))
-    options |= dict(prompt=prompt) if prompt else {}
-    with tempfile.TemporaryDirectory() as folder:
-        run = common.start(make_args(common.Args, options | dict(out=str(Path(folder) / "run"))))
-        run.sampler.load(run.policy.named_tensors())
-        prompts, votes = run.problems[:problems], []
-        for question, responses in zip(prompts, common.sample(run, 1, prompts, n)):
-            run.policy.score_old(responses, run.args.temperature)
-            entropies = [response.mean(response.entropy.double()) for response in responses]
-            votes.append(Vote(question, responses, entropies))
-    return votes
-
-
-def telling(votes: list[Vote]) -> list[Vote]:
-    """The most agreed right and wrong majority, and the most scattered vote."""
-    order = sorted(votes, key=lambda vote: vote.votes, reverse=True)
-    right = [vote for vote in order if vote.counts and vote.right[vote.classes.index(vote.top)]]
-    wrong = [vote for vote in order if vote not in right]
-    return list(dict.fromkeys([*right[:1], *wrong[:1], *order[-1:]]))
-
-
-def main() -> None:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.explain", description=__doc__, formatter_class=shape)
-    parser.add_argument("--model", default="", help="Hub id or folder; empty: the toy; smollm2")
-    parser.add_argument("--dataset", default="", help="Hub id, short name or file; of the toy: its own")
-    parser.add_argument("--n", type=int, default=16, help="responses per problem")
-    parser.add_argument("--seed", type=int, default=1, help="of the samples")
-    parser.add_argument("--embedder", default="words", help="EVOL-RL's, as in evol_rl.py; empty: without")
-    options = parser.parse_args()
-    if options.n < 2:
-        parser.error(f"--n is {options.n}, but must be at least 2: responses are compared with each other.")
-    try:
-        embed = Embedder(options.embedder) if options.embedder else None
-        print("R: rewards. A: advantages. RESTRAIN's A+ counts towards a response, A- against it.\n"
-              "H: a response's mean token entropy, nats. ETTRL x: EAR's factor.\n")
-        for vote in telling(sample_votes(options.model, options.dataset, options.n, options.seed, 48)):
-            print(as_text(vote, embed))
-    except UserError as error:
-        sys.exit(f"Error: {error}")
-
-
-if __name__ == "__main__":
-    main()

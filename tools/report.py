@@ -1,9 +1,6 @@
-"""One run or several -> one HTML page: what happened in a sentence, curves, every problem's votes.
+"""A run -> one HTML page: what happened in a sentence, curves, every problem's votes.
 
     python -m tools.report runs/NAME             # writes runs/NAME/report.html
-    python -m tools.report runs/A runs/B         # their votes side by side, in runs/A/report.html
-    python -m tools.report runs/EVALUATION       # the responses of evaluate.py --save_generations
-    python -m tools.report runs/demo -o docs/report.html --table docs/teach.md    # the pages' numbers, too
 
 The page needs no network. At its address, #20 shows step 20, #20-3 problem 3 at step 20. Whatever a response
 holds stays text: the page's script builds its elements from data and never from HTML.
@@ -29,36 +26,8 @@ HIDDEN = """step logp_diff_mean logp_nan truncated answered batch_pass@1 entropy
     question_entropy question_length peak_memory_gib""".split()
 GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 OPTIONS = "model dataset votes train_samples lr temperature seed".split()
-OF_EVALUATION = "model eval_samples eval_temperature eval_top_p max_new_tokens seed".split()
 TEMPLATE = Path(__file__).parent / "templates/report.html"
 METRICS = Path(__file__).parent.parent / "docs/metrics.md"
-MARK = "<!-- this table is written by tools.report -->\n"
-STYLES = {  # a method's colour (Okabe and Ito's) and line style, in every figure
-    "gold": ("#000000", "-"),
-    "ttrl": ("#0072B2", "-"),
-    "evol_rl": ("#D55E00", "--"),
-    "scrl": ("#009E73", "-."),
-    "restrain": ("#CC79A7", ":"),
-    "ettrl": ("#E69F00", (0, (5, 1))),
-    "dynamic_rl": ("#56B4E9", (0, (3, 1, 1, 1)))}
-
-
-def method_of(folder: Path) -> str:
-    """What gives a run its colour and line: its script, or gold if it trains on gold labels; maybe empty."""
-    record = folder / "run.json"
-    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    return "gold" if about.get("args", {}).get("labels") == "gold" else about.get("script", "")
-
-
-def styles(methods: list[str]) -> list[tuple]:
-    """(colour, line style) of each of these runs, none twice: the method's own, else its colour, else any."""
-    found: list[tuple] = []
-    for method in methods:
-        tries = [STYLES[method]] if method in STYLES else []
-        for colour, _ in [*tries, *STYLES.values()]:
-            tries += [(colour, line) for line in ("--", ":", "-.", "-")]
-        found.append([*(style for style in tries if style not in found), *tries][0])
-    return found
 
 
 def vote_of(record: dict) -> dict:
@@ -138,11 +107,11 @@ def explained(metrics: list[str]) -> dict[str, str]:
     return {name: meanings[end] for name, end in ends.items() if end in meanings}
 
 
-def panels(lines: list[list[dict]]) -> dict[str, dict]:
-    """{heading: {metric: the curve {step: value} of each run}}. Left out below Accuracy: what never changes,
-    and what is the same as a panel before it in all runs."""
+def panels(lines: list[dict]) -> dict[str, dict]:
+    """{heading: {metric: its curve {step: value}}}. Left out below Accuracy: what never changes, and what is
+    the same as a panel before it."""
     found: dict[str, dict] = {"Accuracy": {}, "Learning": {}, "The optimizer": {}}
-    names = dict.fromkeys(name for run in lines for line in run for name in line)
+    names = dict.fromkeys(name for line in lines for name in line)
     sizes = [int(name.rpartition("@")[2]) for name in names if "/pass@" in name]
     shown = ("greedy", "pass@1", f"pass@{max(sizes, default=1)}", f"maj@{max(sizes, default=1)}")
     for name in names:
@@ -151,19 +120,16 @@ def panels(lines: list[list[dict]]) -> dict[str, dict]:
             kind = "Accuracy"
         elif name in HIDDEN or name.startswith(GROUPS):
             continue
-        drawn = []
-        for run in lines:
-            drawn.append({line["step"]: line[name] for line in run if name in line})
-        flat = len({value for curve in drawn for value in curve.values()}) == 1
-        if kind == "Accuracy" or not (flat or drawn in found[kind].values()):
-            found[kind][name] = drawn
+        curve = {line["step"]: line[name] for line in lines if name in line}
+        if kind == "Accuracy" or len({*curve.values()}) > 1 and curve not in found[kind].values():
+            found[kind][name] = curve
     return {kind: drawn for kind, drawn in found.items() if drawn}
 
 
 def summary(curves: dict[str, dict]) -> str:
-    """Markdown: the first run's evaluations, first and last; some metrics of step 1 and of the last five."""
+    """Markdown: the evaluations, first and last; some metrics of step 1 and of the last five."""
     rows = ["| | start | end |", "|---|---|---|"]
-    for name, (curve, *_) in (curves.get("Accuracy", {}) | curves.get("Learning", {})).items():
+    for name, curve in (curves.get("Accuracy", {}) | curves.get("Learning", {})).items():
         values, scored = [*curve.values()], name.startswith("eval/")
         if values and (scored or name in ("length", "reward", "majority_accuracy", "distinct_answers")):
             last = values[-1:] if scored else values[-5:]
@@ -173,17 +139,17 @@ def summary(curves: dict[str, dict]) -> str:
 
 
 def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
-    """What the page shows of a run. numbers: {question: its number on the page}, to which new ones are added.
+    """What the page shows of a run. numbers: {question: its number on the page}, which is filled.
 
     votes: a line for every prompt of every step; kept: votes with their responses' texts, and others: records
     of the script's own (`log.append`), both of at most 50 steps, evenly chosen."""
-    record = next(filter(Path.is_file, [folder / "results.json", folder / "run.json"]), None)
-    about = json.loads(record.read_text(encoding="utf-8")) if record else {}
+    record = folder / "run.json"
+    about = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     args, votes, kept, others = about.get("args", {}), [], [], []
     for line in read_jsonl(folder / "votes.jsonl"):
         number = numbers.setdefault(line["problem"], len(numbers))
         votes.append(line | dict(problem=number, correct=line.pop("answer", None)))
-    records = read_jsonl(folder / "samples.jsonl") + generations(folder)
+    records = read_jsonl(folder / "samples.jsonl")
     steps = sorted({line["step"] for line in records})
     shown = set(steps[::math.ceil(len(steps) / 50) or 1])
     for line in records:
@@ -192,57 +158,39 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
             kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
         elif line["step"] in shown:
             others.append(line)
-    names = OF_EVALUATION if "results" in about else OPTIONS
-    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in names if name in args]
+    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
     script = folder / "script.py"  # as it ran; its first line names the paper
     paper = script.read_text(encoding="utf-8").partition("\n")[0].strip('"') if script.exists() else ""
-    return dict(name=folder.resolve().name, method=method_of(folder), paper=paper, about=", ".join(options),
-                results=about.get("results", {}), votes=votes, kept=kept, others=others,
+    return dict(name=folder.resolve().name, method=about.get("script", ""), paper=paper,
+                about=", ".join(options), votes=votes, kept=kept, others=others,
                 told=told(lines, fates(votes), args.get("dataset", "")),
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
-def most_disputed(runs: list[dict]) -> int:
+def most_disputed(votes: list[dict]) -> int:
     """The step with texts at which the responses agree least."""
     shares: dict[int, list[float]] = {}
-    for vote in [vote for run in runs for vote in run["kept"]]:
+    for vote in votes:
         counts = [entry["votes"] for entry in vote["classes"]]
         shares.setdefault(vote["step"], []).append(max(counts) / sum(counts))
     return min(shares, key=lambda step: sum(shares[step]) / len(shares[step]), default=0)
 
 
-def generations(folder: Path) -> list[dict]:
-    """generations.jsonl of an evaluation as lines of samples.jsonl, one for each problem, without a label."""
-    found: dict[str, dict] = {}
-    for line in read_jsonl(folder / "generations.jsonl"):
-        name, c = f"{line['benchmark']} | {line['problem']}", line["answer_class"]
-        new = dict(step=0, problem=name, gold=line["gold"], label={}, equal=[None], responses=[])
-        vote = found.setdefault(name, new)
-        vote["equal"] = [c if line["correct"] else vote["equal"][0], *vote["equal"][1:], c]
-        vote["responses"].append(dict(text=line["response"][-2000:], answer=line["answer"], answer_class=c,
-                                      right=line["correct"], finished=line["finished"]))
-    return list(found.values())
-
-
-def page_data(folders: list[Path]) -> dict:
-    """All that the page shows. Raises UserError if a folder holds no run."""
+def page_data(folder: Path) -> dict:
+    """All that the page shows. Raises UserError if the folder holds no run."""
+    lines = read_metrics(folder)
+    if not lines:
+        raise UserError(f"'{folder}' holds no run: it has no metrics.jsonl with a finished line.")
     numbers: dict[str, int] = {}
-    lines = [read_metrics(folder) for folder in folders]
-    for folder, own in zip(folders, lines):
-        if not own and not (folder / "results.json").is_file():
-            raise UserError(f"'{folder}' holds no run: it has no metrics.jsonl with a finished line.")
-    runs = [read_run(folder, numbers, own) for folder, own in zip(folders, lines)]
-    for run, style in zip(runs, styles([run["method"] for run in runs])):
-        run["style"] = style
-    curves = panels(lines)
-    return dict(runs=runs, questions=list(numbers), curves=curves, opens=most_disputed(runs),
+    run, curves = read_run(folder, numbers, lines), panels(lines)
+    return dict(run=run, questions=list(numbers), curves=curves, opens=most_disputed(run["kept"]),
                 explained=explained([name for drawn in curves.values() for name in drawn]))
 
 
-def write_report(folders: list[Path], out: Path) -> str:
-    """Write the page of these runs; returns its summary. Raises UserError if one is no run, OSError if `out`
+def write_report(folder: Path, out: Path) -> str:
+    """Write the page of a run; returns its summary. Raises UserError if it is no run, OSError if `out`
     cannot be written."""
-    data = page_data(folders)
+    data = page_data(folder)
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", text)
     out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
@@ -252,20 +200,14 @@ def write_report(folders: list[Path], out: Path) -> str:
 def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=shape)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs or evaluations")
-    parser.add_argument("-o", "--out", type=Path, help="default: report.html in the first run's folder")
-    parser.add_argument("--table", type=Path, help="page whose marked table becomes the printed one")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("-o", "--out", type=Path, help="default: report.html in that folder")
     options = parser.parse_args()
-    out = options.out or options.runs[0] / "report.html"
+    out = options.out or options.run / "report.html"
     try:
-        table = write_report(options.runs, out)
-        if options.table:
-            page = options.table.read_text(encoding="utf-8")
-            page = re.sub(rf"({MARK})(\|.*\n)+", lambda old: old[1] + table, page)
-            options.table.write_text(page, encoding="utf-8")
+        print(f"{write_report(options.run, out)}{out}")
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
-    print(f"{table}{out}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ since whoever knows the data makes one question of it in a few lines. docs/fork.
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import os
 import random
 import re
 import sys
-import zlib
 from collections import Counter, defaultdict, namedtuple
 from functools import lru_cache, partial
 from pathlib import Path
@@ -56,7 +54,7 @@ BENCHMARKS = {
 TOY = Path(__file__).parent.parent / "toy"
 TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
         for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # those of text also with .gz
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 # Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
 QUESTIONS = ("question", "problem", "prompt", "messages")
 ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_model", "solution")
@@ -68,16 +66,6 @@ REFUSED = re.compile(
 PLAIN = (str, int, float, type(None))  # what a cell may hold
 # Text that a program has written, or a model: which part of it is meant, only its author knows
 CODED = re.compile(r"""\s*[\[{][\[{\s]*["']""")
-# What is odd in a question, but no reason to refuse a whole data set: it is printed with the number of rows
-DOUBTS = {
-    # a figure that is drawn in code, as MATH's are, is text
-    "questions show or mention a picture, which the model does not see": re.compile(
-        r"\A(?!.*\[asy\]).*(!\[[^]]*\]\(|<im(g|age)\b|\\includegraphics|\bin the (figure|diagram|picture)\b)",
-        re.DOTALL),
-    "questions ask for the answer elsewhere than in \\boxed{}": re.compile(r"Answer: *\$|<answer>|####"),
-    # in the question and behind it, or twice in a choice
-    "questions have letters of their own for the choices": re.compile(
-        r"^\W?A[.):].*^A\. |^A\. \W?[A-J][.):]", re.DOTALL | re.MULTILINE)}
 # name:config:split@revision of the Hub
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
@@ -164,17 +152,16 @@ def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, token
 
 def load_problems(name: str, question_field: str = "", answer_field: str = "", train: bool = True,
                   control: re.Pattern | None = None) -> list[Row]:
-    """Problems, yet without prompts, of a benchmark's short name, a Hub id, a local file or folder (FILES).
+    """Problems, yet without prompts, of a benchmark's short name, a Hub id, a local file (FILES) or folder.
 
     The columns are those given, else the benchmark's, else found by usual names; what is used and what is not
     is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
     control: the pattern of tokens that a prompt may not hold (models.control_tokens); there is no tokenizer
     here, and tokens are counted in read_rows. Raises UserError, with the row, on what cannot be used."""
-    source, tables = _read(name, train)
-    rows = {f"{file}, row {n}": row for file, table in tables.items() for n, row in enumerate(table, 1)}
-    columns = _find_columns(name, source, rows.values(), question_field, answer_field)
+    source, file, rows = _read(name, train)
+    columns = _find_columns(name, source, rows, question_field, answer_field)
     problems, doubts = {}, defaultdict(list)
-    for where, row in rows.items():
+    for number, row in enumerate(rows, 1):
         try:
             text, before, golds, choices = _read_row(row, columns)
             prompt = "\n".join([text, *(content for _, content in before)])
@@ -183,22 +170,22 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
                                 "end a turn; take it out, or give --prompt plain if the data brings a "
                                 "template.")
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{file}, row {number}: {error}") from None
         # one that no response can give would count every response as wrong
         answer, *also_right = [*filter(_comes_back, golds)] or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
         problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
         first = problems.setdefault((problem.question, *before), problem)
-        doubtful = {doubt: pattern.search(text) for doubt, pattern in DOUBTS.items()}
-        doubtful["answers fit in no \\boxed{} and are not used"] = not all(map(_comes_back, golds))
-        differs = answer != first.answer and not equal(answer, first.answer)
-        doubtful["duplicates have another gold answer"] = differs
-        for doubt in filter(doubtful.get, doubtful):
-            doubts[doubt].append(where)
+        if columns.answer and not golds:
+            doubts["have no gold answer"].append(number)
+        if not all(map(_comes_back, golds)):
+            doubts["have an answer that fits in no \\boxed{} and is not used"].append(number)
+        if answer != first.answer and not equal(answer, first.answer):
+            doubts["are duplicates with another gold answer"].append(number)
     problems = [*problems.values()]
     print0(f"{name}: {_loading_line(problems, source, columns, len(rows))}")
-    for doubt, places in doubts.items():
-        print0(f"Warning: {name}: {len(places)} {doubt}, the first in {places[0]}")
+    for doubt, numbers in doubts.items():
+        print0(f"Warning: {name}: {len(numbers)} rows {doubt}, the first is {file}, row {numbers[0]}")
     return problems
 
 
@@ -317,51 +304,37 @@ def _loading_line(problems: list[Row], source: str, columns: Columns, n_rows: in
 
 
 # -------------------------------------------------- files -------------------------------------------------
-def _read(name: str, train: bool) -> tuple[str, dict[str, list[dict]]]:
-    """(what is read, in words; the rows of each file) of a benchmark, Hub data set, local file or folder.
+def _read(name: str, train: bool) -> tuple[str, str, list[dict]]:
+    """(what is read, in words; how errors name it; its rows) of a benchmark, Hub data set or local file.
 
-    Where no split is named, --dataset reads train, and --eval test."""
+    Where a Hub id names no split, --dataset reads train, and --eval test."""
     path, usual = TOYS.get(name) or Path(os.path.expanduser(name)), "train" if train else "test"
-    folder, _, split = (str(path), "", "") if path.is_dir() else str(path).rpartition(":")
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(BENCHMARKS[name])
-    # a name may hold a colon, so files and folders are looked for as they are written
-    if path.is_file() and _kind(path) in FILES:
-        return str(path), {str(path): _read_file(path)}
-    if folder and os.path.isdir(folder):
-        return _read_folder(Path(folder), split or usual)
+    if (path / "state.json").is_file():
+        return str(path), str(path), _ask("load_from_disk", str(path))
+    # a name may hold a colon, so files are looked for as they are written
+    if path.is_file() and path.suffix.lower() in FILES:
+        return str(path), str(path), _read_file(path)
     hub = HUB_ID.fullmatch(name)
     # what looks like a file is a mistyped one: the Hub would be asked in vain
-    if not hub or path.exists() or name[0] in "/.~" or _kind(path) in FILES:
+    if not hub or path.exists() or name[0] in "/.~" or name.lower().endswith((*FILES, ".gz", ".tsv")):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        "owner/name, owner/name:config:split or owner/name@revision, and here a folder, "
-                        f"folder:split, or a {', '.join(FILES)} file.")
+                        "owner/name, owner/name:config:split or owner/name@revision, and here a "
+                        f"{', '.join(FILES)} file (unpack a .gz, make a .csv of a .tsv) or a folder that "
+                        "`save_to_disk` wrote, with its state.json.")
     hub_id, config, split, revision = hub.groups()
     return _read_hub(Benchmark(hub_id, split or usual, configs=(config or None,)), revision)
 
 
-def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, dict[str, list[dict]]]:
+def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, str, list[dict]]:
     """What `_read` returns, of a benchmark or a data set of the Hub."""
     source, rows = benchmark.hub_id, []
     for config in benchmark.configs:
         rows += _ask("load_dataset", source, config, split=benchmark.split, revision=revision)
     subjects = STEM if benchmark is BENCHMARKS["mmlu_stem"] else ()
     rows = [row for row in rows if not subjects or row["subject"] in subjects]
-    return f"{source}, split {benchmark.split}", {source: rows}
-
-
-def _read_folder(folder: Path, split: str) -> tuple[str, dict[str, list[dict]]]:
-    """What `_read` returns, of a folder, whose splits `datasets` tells by the names in it."""
-    splits = _ask("load_dataset_builder", str(folder)).config.data_files
-    splits = {str(name): files for name, files in splits.items()}
-    if split not in splits:
-        raise UserError(f"{folder} has no split {split}, but {', '.join(splits)}: {folder}:{[*splits][0]}.")
-    # `map` leaves what it has made of a saved data set beside it, as cache-*.arrow
-    files = [file for file in splits[split] if not Path(file).name.startswith("cache-")]
-    others = [file.name for file in folder.rglob("*") if file.is_file() and str(file.resolve()) not in files]
-    first = ", ".join(sorted(others)[:5]) or "none"
-    source = f"{folder}, split {split} ({len(files)} files; {len(others)} not read: {first})"
-    return source, {file: _read_file(Path(file)) for file in files}
+    return f"{source}, split {benchmark.split}", source, rows
 
 
 def _ask(function: str, source: str, *args, **options):
@@ -379,39 +352,34 @@ def _ask(function: str, source: str, *args, **options):
         raise UserError(f"{file} cannot be read: {' '.join(cause.split()).rstrip('.')}.") from None
 
 
-def _kind(path: Path) -> str:
-    return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
 def _read_file(path: Path) -> list[dict]:
     """The rows of a file. Raises UserError.
 
     Text is read by Python. `datasets` would make 1.2e19 of 12345678901234567890 and a date of 2020-01-01, and
     where a comma lacks its quotation marks it would take what stands behind it for the question."""
-    kind, rows = _kind(path), []
+    kind, rows = path.suffix.lower(), []
     if kind in (".parquet", ".arrow"):
         return _ask("load_dataset", kind[1:], data_files=str(path), split="train")
     try:
-        opened = gzip.open if path.suffix.lower() == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             # `rows` grows line by line, so that an error can say behind which row it was
             if kind == ".json":
                 rows = json.load(file)
             elif kind == ".jsonl":
                 rows += (json.loads(line) for line in file if line.strip())
             else:
-                rows = _read_csv(file, "\t" if kind == ".tsv" else ",")
+                rows = _read_csv(file)
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it must hold a list of objects")
-    except (ValueError, OSError, EOFError, zlib.error, csv.Error) as error:
+    except (ValueError, OSError, csv.Error) as error:
         behind = f" behind row {len(rows)}" if kind == ".jsonl" else ""
         raise UserError(f"{path} cannot be read{behind}: {first_line(error)}.") from None
     return rows
 
 
-def _read_csv(file, delimiter: str) -> list[dict]:
+def _read_csv(file) -> list[dict]:
     # strict: quotation marks that are not closed raise; a blank behind a comma belongs to no field
-    reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
+    reader = csv.DictReader(file, skipinitialspace=True, strict=True)
     rows = [*reader]
     for number, row in enumerate(rows, 1):
         # DictReader gives a missing field the value None, and fields too many the name None

@@ -206,18 +206,18 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     rows, parts = data.read_data(args, tokenizer, train)
     if machine.show_prompt:
         data.print_prompts(args, tokenizer, rows, parts)  # and exit
-    problems, benchmarks = [Problem(*row, answer_keys=answer_keys) for row in rows], {}
+    problems, benchmarks = [Problem(**row._asdict(), answer_keys=answer_keys) for row in rows], {}
     for name, part in parts.items():
-        benchmarks[name] = [Problem(*row, answer_keys=answer_keys) for row in part]
+        benchmarks[name] = [Problem(**row._asdict(), answer_keys=answer_keys) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
     identity, options = data.digests(rows, parts, stop_ids), options_dict(args)
     given = changed(args)  # what the model card tells of the flags
     device, dtype = start_processes(options, train, small=args.model in TOYS)
     memory = memory_settings(machine, device.type == "cuda")
-    log = Log(options, device, identity)
-    log.changed = given
+    log = Log(options, device, identity, given)
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
-    policy, reference, length = None, None, args.max_prompt_tokens + args.max_new_tokens
+    length = args.max_prompt_tokens + args.max_new_tokens
+    policy = reference = None
     if train:
         log.open_boards(done)  # before weights are read, since it may fail
         models = [load_model(path, trust) for _ in range(2 if args.kl_coef > 0 else 1)]  # memory-mapped
@@ -255,12 +255,17 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
         seed = stable_hash(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
+    # Where there are more engines than prompts, a prompt's n responses are asked for in several parts; a
+    # fork's own sampling gets them whole.
     engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
-    work, parts = split_requests(work, n, engines)  # a fork's own sampling gets it whole
+    work, parts = split_requests(work, n, engines)
     mine = share_of_rank(work, args.machine.tensor_parallel)
-    samples = (run.generate or generate)(run, mine, args.temperature, **(dict(stop=stop) if stop else {}))
+    options = dict(stop=stop) if stop else {}  # a fork's function need not know stops
+    samples = (run.generate or generate)(run, mine, args.temperature, **options)
     samples = gather_shares(samples, args.machine.tensor_parallel)
-    groups = [sum(samples[k:k + parts], []) for k in range(0, len(samples), parts)]
+    groups = []
+    for first in range(0, len(samples), parts):
+        groups.append(sum(samples[first:first + parts], []))
     run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
     return groups
 

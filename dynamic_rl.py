@@ -266,7 +266,8 @@ def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Pro
     Each response gets: tokens, of the question alone; kept, False if it is filtered; p and label, l(q), which
     its solutions will tell. If no question is found, tokens are empty, and the whole response is trained: its
     rewards are all 0, which discourages it (ours)."""
-    (z_0,), n = args.own_prompts(run.tokenizer).values(), args.prompts_per_batch
+    z_0, = args.own_prompts(run.tokenizer).values()
+    n = args.prompts_per_batch
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
     text_of = run.tokenizer.decode  # with special tokens, as common.decode

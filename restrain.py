@@ -77,7 +77,8 @@ class Args(common.Args):
         return super().errors()
 
     def has_gradient(self, response):
-        return super().has_gradient(response) or response.minus != 0  # plus cancels it at ratio 1 alone
+        # plus + minus may be 0 while both are not: then ratios other than 1 have a gradient
+        return super().has_gradient(response) or response.minus != 0
 
 
 # ------------------------------------------------- the method -----------------------------------------------
@@ -94,18 +95,21 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-def gaussian_weight(f: torch.Tensor, sigma: float, log: bool = False) -> torch.Tensor:
+def log_gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
+    """log g(f), [m] -> [m] float64: a tiny sigma does not round it to 0, as g."""
+    return -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2  # sigma 0: no division by it
+
+
+def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
     """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f; [m] -> [m]. RESTRAIN section 2.1; centre 1: D.2.
 
     It rises with f, since no share exceeds the centre. Without the 1 / (sigma sqrt(2 pi)) of a density: full
     agreement weighs 1. At sigma 0 the rest weighs 0.
-    log: log g instead, which a tiny sigma does not round to 0; float64.
 
     >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)
     tensor([0.1353, 0.6065, 1.0000])
     """
-    log_g = -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2
-    return log_g if log else log_g.exp().float()
+    return log_gaussian_weight(f, sigma).exp().float()
 
 
 def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor:
@@ -119,7 +123,7 @@ def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor
     if sigma == 0 or not counts:
         return torch.tensor([float(j == counts.index(max(counts))) for j in range(len(counts))])
     shares = torch.tensor(counts, dtype=torch.float64) / n
-    return gaussian_weight(shares, sigma, log=True).softmax(0).float()
+    return log_gaussian_weight(shares, sigma).softmax(0).float()
 
 
 def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, float]:
@@ -189,7 +193,9 @@ def main(args: Args) -> None:
     policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
-    sigma = dict(gaussian=args.sigma, majority=0.0, uniform=math.inf)[args.label_weighting]
+    sigma = args.sigma
+    if args.label_weighting != "gaussian":
+        sigma = 0.0 if args.label_weighting == "majority" else math.inf
     prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
     # Eq. 5: c_ref is measured once, with as many responses of the base model as will vote in a step.
     initial = common.initial_votes(run) if args.prompt_weighting == "offline" else {}
@@ -216,7 +222,7 @@ def main(args: Args) -> None:
             count = majority_count(classes_N)
             label = weighted_labels(classes_N, sigma) if count >= args.kappa else None
             log.vote(prompt, responses, classes_N, plus_N + minus_N, label=label)
-            _, c_ref = initial.get(prompt.id, (None, count))  # online: this step's own votes
+            c_ref = initial[prompt.id][1] if initial else count  # online: this step's own votes
             u = prompt_weight(c_ref, args.votes, prompt_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])

@@ -30,9 +30,10 @@ class Log(RunFolder):
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, device, identity: dict):
+    def __init__(self, options: dict, device, identity: dict, changed: dict):
+        """changed: the options that are not the script's defaults, for the model card."""
         super().__init__(options, device, identity)
-        self.board, self.bad_steps, self.warned = None, 0, False
+        self.changed, self.board, self.bad_steps, self.warned = changed, None, 0, False
         self.begin_step()
 
     def begin_step(self) -> None:

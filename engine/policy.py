@@ -130,7 +130,8 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for module in model.modules():
                 if getattr(module, "gradient_checkpointing", False):
-                    module.training = True  # else it does not
+                    # transformers recomputes only in training mode; dropout must stay off
+                    module.training = True
                     vars(module).update({name: 0.0 for name in vars(module) if "drop" in name})
         if adapt:
             adapt(self)
@@ -193,7 +194,8 @@ class Policy:
         nothing, number = [0] * len(responses), {}  # number: of each prompt
         # padded rows: as if there were no prompts, but responses of the whole length
         sizes, padding = (nothing, lengths, nothing), 1.0
-        if self.packed:  # a prompt is computed once; attention alone, an eighth of the memory, sees padding
+        if self.packed:
+            # a prompt is computed once; padding is seen by attention alone, an eighth of a token's memory
             groups = [number.setdefault(tuple(r.prompt_ids), len(number)) for r in responses]
             own = [len(r.response_ids) for r in responses]
             sizes, padding = ([len(r.prompt_ids) for r in responses], own, groups), 1 / 8

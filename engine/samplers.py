@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from itertools import chain, groupby, islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
+from engine import vllm_cpu
 from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
 from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
 from engine.models import load_model
@@ -42,7 +43,9 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
     else:
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
-    if policy if machine.uses_vllm else not sampler.pad_prompts:
+    vllm_for_training = machine.uses_vllm and policy  # evaluate.py checks vLLM once it has its weights
+    unknown_to_hf = not machine.uses_vllm and not sampler.pad_prompts  # no type that is known to be fast
+    if vllm_for_training or unknown_to_hf:
         check_engine(sampler, machine, dtype == torch.float32, policy)
     torch.manual_seed(seed)  # building a vLLM engine re-seeds the process
     return sampler
@@ -108,22 +111,19 @@ class VLLMSampler:
     def __init__(self, model: str, stop_ids: list[int], device, dtype, seed: int, machine, max_length: int,
                  dummy: bool = False):
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
-        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+        threads = torch.get_num_threads()
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
-        if not self.cuda and machine.tensor_parallel > 1:
-            # vLLM's ranks share memory under names that are the same in every run. They stay when a run ends,
-            # and the next one would not start. A run that still uses such memory does not need its name.
-            on_rank_0(lambda: [path.unlink() for path in Path("/dev/shm").glob("-tp:*-cpushm_*")])
         try:
             from vllm import LLM  # only now: it replaces some of transformers' configs
-            self.llm = LLM(
-                model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
-                enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
-                tensor_parallel_size=machine.tensor_parallel,
-                **vllm_options(machine, max_length, self.cuda))
+            with nullcontext() if self.cuda else vllm_cpu.starting(machine.tensor_parallel):
+                self.llm = LLM(
+                    model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
+                    enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
+                    trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
+                    tensor_parallel_size=machine.tensor_parallel,
+                    **vllm_options(machine, max_length, self.cuda))
         except ImportError:  # a broken install is no matter of the model
             raise
         except Exception as error:
@@ -135,9 +135,7 @@ class VLLMSampler:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
                     kind.__init__, kind.do_not_compile = original_init, True
-        # the CPU engine replaces set_num_threads with a stub and may change their number
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # vLLM may change their number
 
     @timed("sync")
     def load(self, named_tensors) -> None:
@@ -201,20 +199,12 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
         return taken
 
     model.load_weights = load_weights
-    # What the CPU build once packed, it does not pack again: experts, and the embedding as a tied head.
-    modules = dict(model.named_modules()) if worker.device.type == "cpu" else {}
-    experts = {n: m for n, m in modules.items() if hasattr(getattr(m, "quant_method", None), "moe_kernel")}
-    for module in experts.values():
-        module.quant_method.moe_kernel = None
     try:
-        # without an iterator it re-reads the checkpoint
-        worker.reload_weights(weights_iterator=iter(named_tensors))
+        with vllm_cpu.packing_again(model) if worker.device.type == "cpu" else nullcontext(set()) as unpacked:
+            # without an iterator it re-reads the checkpoint
+            worker.reload_weights(weights_iterator=iter(named_tensors))
     finally:
         del model.load_weights
-    for module in modules.values():
-        if hasattr(module, "cpu_linear") and module.weight.numel():
-            module.quant_method.process_weights_after_loading(module)
-    unpacked = {name for name, module in experts.items() if module.quant_method.moe_kernel is None}
     return {name for name, _ in model.named_parameters()} - taken | unpacked
 
 

@@ -5,9 +5,7 @@ import functools
 import importlib
 import re
 import subprocess
-import tokenize
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS
@@ -15,10 +13,6 @@ from conftest import ROOT, SCRIPTS
 import common
 
 METHODS = SCRIPTS[1:]
-# What someone must take in, in Python tokens: 3% above what there is. Comments and docstrings are free.
-MOST_TOKENS = {"engine/": 25_950, "tests/": 71_300, "": 154_600}  # "": everything
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-           tokenize.ENCODING, tokenize.ENDMARKER}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -35,25 +29,6 @@ def files(kind: str) -> list[str]:
 @functools.cache
 def source(module: str) -> str:
     return (ROOT / (module.replace(".", "/") + ".py")).read_text()
-
-
-def tokens_of(path: Path) -> int:
-    """The tokens of a file. A text that is a statement of its own is a docstring."""
-    count, begins = 0, True
-    with tokenize.open(path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type not in NO_CODE:
-                count += not (begins and token.type == tokenize.STRING)
-                begins = False
-            elif token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-                begins = True
-    return count
-
-
-@pytest.mark.parametrize("folder", MOST_TOKENS)
-def test_size(folder):
-    tokens = sum(tokens_of(ROOT / name) for name in files(".py") if name.startswith(folder))
-    assert tokens <= MOST_TOKENS[folder]
 
 
 def test_no_file_of_the_engine_names_a_papers_option():

@@ -7,6 +7,7 @@ Others: list or relation \cup ratio group set matrix row word phrase. What else 
 
 import re
 from fractions import Fraction
+from itertools import accumulate
 
 from answers.latex import Token, unit_in
 
@@ -22,8 +23,21 @@ _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".s
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
     ldots""".split()]
+_OPEN = (*_NO_FACTOR, "|", "(", "[", "{", r"\{")
+_WORDS = "[A-Z][a-z]+|[a-z]{4,}|[ivx]{2,}|no|yes|odd|one|two|six|ten"  # that are no products of letters
+_ABOUT = r"(?i:approximately|approx\.?|about|roughly|around)"
+_ROUNDED = rf"[,(]*(?:or)?\(*(?:{_ABOUT}|(?<=\()\\approx)(?=[-.\d(\\])"
+_REMARK = rf"[,(]*(?:since|because|rounded|tothenearest|\dd\.?p|{_ABOUT}\)*$)"
+# what an answer's value may begin with: "answer", a letter of a choice, a currency, about, an article
+_BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:option|choice)(?=\(?[A-J]\)?$))"
+           r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
+           r"(?=[-\d]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
+           rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
+_ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
+_RANGE = r"0\.\d+\(\d+\)$|\(*[\d.]+(?:(?:-|\\sim)[\d.]+)+(?=\)*$|,|and|or)|\d+/\d+/\d+(?=$|,)"
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
+_REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
 
 
 class NotMath(Exception):
@@ -64,7 +78,9 @@ class Parser:
         self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
         self.units = []  # that were passed over in this item
         self.bars = self.degrees = False  # within |..|; within a function of an angle
-        self.depth = self.parsed = 0
+        self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
+        while self.match(_BEFORE):
+            pass
 
     def peek(self, ahead: int = 0) -> Token:
         """The token at hand, or one near it; empty if there is none."""
@@ -83,10 +99,12 @@ class Parser:
         return found
 
     def match(self, pattern: str, step: bool = True) -> re.Match | None:
-        """What matches at the beginning of the next 16 tokens, joined without spaces; step over it."""
-        found, length = re.match(pattern, "".join(self.tokens[self.at:self.at + 16])), 0
-        while step and found and length < found.end():
-            length += len(self.expect())
+        """What matches at the beginning of the next 16 tokens, joined without spaces; step over these."""
+        near = self.tokens[self.at:self.at + 16]
+        found, ends = re.match(pattern, "".join(near)), [0, *accumulate(map(len, near))]
+        if not found or step and found.end() not in ends:  # only a part of a token
+            return None
+        self.at += step and ends.index(found.end())
         return found
 
     def items(self, *ends: str, anew: bool = False) -> tuple:
@@ -122,11 +140,18 @@ class Parser:
         return nodes
 
     def statement(self) -> tuple:
-        """Expressions with relations between them."""
+        """Expressions with relations between them. A range, a score, a date or 0.1(6) is text."""
+        if not self.depth:
+            self.named = 0
+            if self.match(_RANGE, step=False):
+                raise NotMath
         sides, ops = [self.union()], []
-        while op := self.take(*_RELATIONS):
+        while op := self.take(*_RELATIONS) or self.match(_ROUNDED) and r"\approx":
             ops.append(op)
+            self.named *= sides[-1][0] not in ("symbol", "call")
+            self.match(_ABOUT)
             sides.append(self.union())
+            self.match(r"\)+$")
         return ("relation", tuple(ops), *sides) if ops else sides[0]
 
     def union(self) -> tuple:
@@ -157,7 +182,7 @@ class Parser:
     def product(self) -> tuple:
         """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
         factors, kind = [self.power()], "*"
-        while not self.unit():
+        while not self.unit(factors[-1]):
             before, t = self.peek(-1), self.peek()
             fused = factors[-1][0] == "word" if t.space else before == "i"
             if op := self.take(r"\cdot", r"\times", "/"):
@@ -181,18 +206,24 @@ class Parser:
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
         t = self.peek()
-        opens = t == "[" and self.peek(1) in ("", r"\cup")  # ]1, 2[
+        opens = t == "[" and self.peek(1) in ("", r"\cup") or self.match(_ROUNDED, step=False)  # ]1, 2[
         return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
 
-    def unit(self) -> bool:
-        """Whether a unit follows, up to the end of the statement or another number; step over it."""
-        end, depth, before = self.at, 0, self.peek(-1)
+    def unit(self, factor: tuple) -> bool:
+        """Whether a unit follows, up to the end of the statement or another number; step over it, and over a
+        remark. One without \\text{} stands in no brackets, roots or sums, and beside no other letters."""
+        if self.match(_REMARK):
+            self.at = len(self.tokens)
+        end, depth = self.at, 0
         while end < min(len(self.tokens), self.at + 20) and self.tokens[end] not in _NO_UNIT:
             depth += (self.tokens[end] in "({") - (self.tokens[end] in ")}")
             if depth < 0 or self.tokens[end][0].isdigit() and self.tokens[end - 1].isalpha():
                 break
             end += 1
-        found = unit_in(self.tokens[self.at:end], before[-1:].isdigit() or before in (")", "}", "]"))
+        bare = not self.depth and not self.named and self.peek(end - self.at) not in ("+", *_RELATIONS)
+        symbol = factor[:2] == ("^", number(10)) or (
+            factor[0] in ("number", "inverse") and self.peek(-1)[0].isdigit())
+        found = unit_in(self.tokens[self.at:end], bare, symbol)
         if found:
             self.units.append(found)
             self.at = end
@@ -203,7 +234,7 @@ class Parser:
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if self.match(r"\^\{\\circ\}[CF]?|\^?\\circ[CF]?"):
+        if self.match(r"\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|\^?\\circ[CF]?"):  # also 5^{th}
             node = ("*", node, ("constant", "pi"), ("inverse", number(180))) if self.degrees else node
             self.units += ["degree"] * (not self.degrees)
         elif exponent and self.take("^"):
@@ -231,8 +262,6 @@ class Parser:
         self.units += t.sign
         if t[0].isdigit():
             marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
-            if re.match(r"0\d", t) and self.peek(-2) == "-":  # a date
-                raise NotMath
             node = self.symbol(t) if marked else number(t)
         elif t in ("(", "[", "]", r"\{"):
             node = self.group(t)
@@ -263,7 +292,7 @@ class Parser:
         elif t in _MARKS and (marked := self.match(r"\{[^{}]*\}|\\?[a-zA-Z]+")):
             node = self.symbol(f"{t} {marked[0].strip('{}')}")
         elif t == r"\mathbb" and self.match(r"\{R\}|R"):
-            node = ("group", "(", ")", minus(INFINITY), INFINITY)
+            node = _REALS
         elif t in ("e", "i", "pi", r"\pi", r"\infty"):
             node = INFINITY if t == r"\infty" else ("constant", name)
         elif t == r"\emptyset":
@@ -278,15 +307,19 @@ class Parser:
         return node
 
     def letters(self, t: Token) -> tuple:
-        r"""A name (x, AB), a product of letters (xy), or words: in \text{}, in a row, or alone."""
-        alone = {self.peek(-2), self.peek().rstrip("0123456789")} <= {"", *_SEPARATORS}  # also May 5
-        words = t.roman or self.is_word() or alone and re.fullmatch("[A-Z][a-z]+|[a-z]{3,}|no", t)
-        if len(t) == 1 or not words and t.isupper() and len(t) < 6:
+        r"""A name (x, AB), a product of letters (xy, AB^2), or words: in \text{}, in a row, or alone."""
+        before, after = self.peek(-2), self.peek()
+        alone = {before, after.rstrip("0123456789")} <= {"", "(", ")", *_SEPARATORS}  # also May 5
+        words = t.roman or self.is_word() or alone and re.fullmatch(_WORDS, t)
+        name = t.isupper() and len(t) < 6 and before in _OPEN and after in {*_OPEN[:-4]} - {"^", "!"}
+        if len(t) == 1 or not words and name:
             return self.symbol(t)
-        if not words and re.fullmatch("[a-zA-Z]{,3}", t):
+        if not words and re.fullmatch("[a-zA-Z]{,3}|[A-Z]+", t):
             self.tokens[self.at - 1:self.at] = map(Token, t)
             self.at -= 1
             return self.primary()
+        if zeros := _ZEROS.get(t.lower().rstrip("s")):
+            return number(10 ** zeros)
         words = [t]
         while self.is_word():
             words.append(self.expect())
@@ -299,12 +332,15 @@ class Parser:
 
     def symbol(self, name: str) -> tuple:
         """A symbol with its index and primes; one with arguments is a call."""
-        if self.take("_"):
-            index = self.match(r"\{\(?([^{}]*?)\)?\}|\\?[a-zA-Z]+|\d+") or self.expect("")
-            name += "_" + (index[1] or index[0]).strip("\\")
+        self.named += 1
+        if self.take("_"):  # 52_{(8)} is 52_8
+            braced = self.match(r"\{([^{}]*)\}")
+            index = (braced[1] if braced else self.expect()).lstrip("\\")
+            name += "_" + (index.strip("()") if name[0].isdigit() else index)
         if primes := self.match(r"'+|\^\{?'+\}?"):
             name += "'" * primes[0].count("'")
-        if self.match(r"\^\{?\(", step=False):  # a derivative
+        power = r"\^(?:\{?\(|(?:\{[^{}]*\}|\d)\()" if name[0] in "fghFGH" else r"\^\{?\("
+        if self.match(power, step=False):  # a derivative; f^2(x)
             raise NotMath
         variable = r"[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+"
         inside = self.match(rf"\((\d+|{variable}|[^()]*,[^()]*)\)(=?)", step=False)
@@ -332,7 +368,8 @@ class Parser:
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
             name, power = "arc" + name, None
         node = ("ln" if name in ("log", "lg") else name, joined("*", factors))
-        node = ("*", node, ("inverse", ("ln", base))) if base else node
+        if name == "log" or base:  # the base of \log is not known
+            node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node
 
     def group(self, opening: str) -> tuple:
@@ -341,8 +378,10 @@ class Parser:
         node = self.items(")", "]", "[", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
         closing, several = self.take(")", "]", "[", r"\}"), node[0] in ("list", "or")
         parts = node[1:] if node[0] == "list" else [node]
-        if opening == r"\{" and self.take("|", ":"):  # {x | x > 1}
-            self.bars, node = False, self.items(r"\}")
+        if opening == r"\{" and self.take("|", ":"):  # {x | x > 1} is x > 1
+            self.bars, rule = False, self.items(r"\}")
+            name = node[2] if node[3:] == (_REALS,) else node
+            node = rule if name[0] == "symbol" and name in walk(rule) else ("such", node, rule)
             self.expect(r"\}")
         elif opening == r"\{":
             node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system

@@ -9,12 +9,13 @@ which others are present. Numbers are equal if they are exactly equal: 0.5 is \f
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import sha256
 
-from answers.grammar import FLIPPED, FUNCTIONS, INFINITY, NotMath, Parser, minus, number, walk
+from answers.grammar import FLIPPED, INFINITY, NotMath, Parser, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
-_LONGEST = 400  # characters; longer answers are compared as strings
+_LONGEST, _LONGEST_KEY = 400, 4000  # characters; longer answers are compared as strings, keys by their hash
 _UNREAD = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
            r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]")  # (a) x (b) y
 
@@ -47,21 +48,26 @@ def key(answer: str) -> str:
     answer = " ".join(answer.split())
     text = to_ascii(unescaped(answer)) if len(answer) - answer.count(" ") <= _LONGEST else ""
     tokens = tokens_of(text) if len(text) < 3 * _LONGEST else []
+    parser = Parser(tokens)
+    tokens = tokens[parser.at:]
     try:
         if not tokens or re.search(_UNREAD, "".join(tokens)):
             raise NotMath
-        _, node = _definition(Parser(tokens).items())
+        _, node = _definition(parser.items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
-        return _key(node)
+        found = _key(node)
     except NotMath:
-        text = re.sub(r"\{ (?:\( )?(\S+) (?:\) )?\}", r"\1", " ".join(map(_lower, tokens)))
+        text = re.sub(r"\{ (\S+) \}", r"\1", " ".join(map(_lower, tokens)))
         return "text " + (text or answer)
+    return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
 
 
 def _lower(word: str) -> str:
-    """Evelyn is evelyn, but Aa is not aa."""
-    return word.lower() if re.fullmatch("(?!Vmat)[A-Z]?[a-z]{2,}|No|YES|NO|TRUE|FALSE|NONE", word) else word
+    """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh."""
+    named = re.fullmatch("(?!Vmat)[A-Z][a-z]{3,}|No|YES|NO|TRUE|FALSE|NONE", word)
+    short = getattr(word, "roman", True) and re.fullmatch("[A-Z][a-z]{2}", word)
+    return word.lower() if named or short else word
 
 
 def _key(node: tuple) -> str:
@@ -75,6 +81,8 @@ def _key(node: tuple) -> str:
         return _relation_key(node)
     if kind == "group":
         return parts[0] + "; ".join(map(_key, parts[2:])) + parts[1]
+    if kind == "such":
+        return f"{{{_key(parts[0])} | {_key(parts[1])} of {sorted(names_in(node))}}}"
     if kind in ("set", r"\cup"):
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
@@ -83,16 +91,14 @@ def _key(node: tuple) -> str:
     if kind == "phrase" and len(parts) == 2:  # May 5, 5 May
         return " ".join(sorted(map(_key, parts)))
     if kind in ("matrix", "row", "ratio"):
-        return f"{kind}({'; '.join(map(_key, parts))})"
+        names = sorted(names_in(node)) if parts[-1][0] == "relation" else ""  # of a case
+        return f"{kind}({'; '.join(map(_key, parts))}{names})"
     return _keys_of(values_of(node), node)
 
 
 # ------------------------------------------- names and what they are --------------------------------------
 def _definition(node: tuple) -> tuple[str, tuple]:
     r"""(name, value) of x = 5, V = 4\cdot9 = 36, x\in[1, 2]; ("", node) of what defines nothing."""
-    if node[0] == "phrase":
-        name, value = _definition(node[1])
-        return name, ("phrase", value, *node[2:])
     if node[0] != "relation":
         return "", node
     _, ops, *sides = node
@@ -106,46 +112,47 @@ def _definition(node: tuple) -> tuple[str, tuple]:
         ops = ("=",) if named else ops[:at]
         sides = sides[:len(ops) + 1]
     node = ("relation", ops, *sides) if ops else sides[0]
-    if not ops or not {*ops} <= {"=", r"\in"}:
+    if not ops or {*ops} != {"="} and (
+            ops != (r"\in",) or sides[1][0] not in ("group", "set", "list", r"\cup")):
         return "", node
-    name, *between, value = sides
-    closed = not names_in(value)
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
-        return "", value if len({*map(_key, sides)}) == 1 else node
+        return "", sides[-1] if len({*map(_key, sides)}) == 1 else node
+    if not names_in(sides[0]):  # 5=x
+        sides.reverse()
+    name, *between, value = sides
     multiples = [side for side in between if names_in(side) and {  # x=2y=3z: by the kinds of the factors
-        *next(zip(*(side[1:] if side[0] == "*" else [side])))} <= {"symbol", "number"}]
-    if not _is_name(name, value) or multiples or not closed and (
-            _constrains(name, value) or len({*map(_key, sides[1:])}) > 1):
+        *next(zip(*(side[1:] if side[0] == "*" else [side])))} <= {"symbol", "number", "phrase"}]
+    same = [side for side in sides[1:] if names_in(value) or not names_in(side)]  # A=\pi r^2=2\pi
+    if not _is_name(name, value) or multiples or len({*map(_key, same)}) > 1:
         return "", node
     return str(name[1:]), value
 
 
 def _is_name(node: tuple, value: tuple) -> bool:
-    """Whether it is x, f(x), (x, y) but not (y, x), a:b, |AB|, "area of" ABC; of a number also cos A."""
+    """Whether it is x, f(x), (x, y) but not (y, x), a:b; of a number also |AB|, AB, m+n that was asked for.
+    The value is no other name (a=c) and does not hold this one (y'=y, a_{n+1}=2a_n)."""
     kind, *parts = node
     if kind in ("group", "ratio"):
         symbols = parts[2:] if kind == "group" else parts
         names = [str(part[1]).strip("\\").lower() + "~" for part in symbols if part[0] == "symbol"]  # S_1:S
         return len(names) == len(symbols) and names == sorted(names)
-    if kind in FUNCTIONS:
-        return not names_in(value) and bool(re.fullmatch(r"-?\d+(/\d+)?", _key(value)))
-    said = [part for part in walk(node) if part[0] in ("symbol", "word")]
-    return kind in ("symbol", "call") or all(part[1][0].isupper() for part in said) and (
-        kind == "abs" or any(part[0] == "word" for part in said))
-
-
-def _constrains(name: tuple, value: tuple) -> bool:
-    """Whether it is an equation and no definition: y' = y, a_{n+1} = 2a_n, f(x+1) = x^2, AB = AC."""
-    if name[0] not in ("symbol", "call"):
+    if not names_in(value) and kind in ("abs", "+"):
+        letters = "[A-Z]{1,2}" if kind == "abs" else "[A-Za-w]|[A-Z]{2}"  # |a|=5 is no 5, nor x+y=5
+        tens = ("*", number(10)), ("*", number(100)), ("*", number(1000))  # 100m+n
+        parts = [part[2] if part[:2] in tens else part for part in parts]
+        return all(part[0] == "symbol" and re.fullmatch(letters, part[1]) for part in parts)
+    if kind not in ("symbol", "call") or re.match("[A-Z]{3}", parts[0]) or any(
+            part[0] not in ("symbol", "number") for part in parts[1:]):
         return False
-    if any(part[0] not in ("symbol", "number") for part in name[2:]) or re.search(r"_.*[-+]|'", name[1]):
-        return True
-    base, *index = re.split("[_(]", name[1], maxsplit=1)
+    if names_in(value) and re.search(r"_.*[-+]|'|^[A-Z]{2}", parts[0]) or (
+            value[0] == "symbol" and not value[1][0].isdigit() and value not in parts):
+        return False
+    base, *index = re.split("[_(]", parts[0], maxsplit=1)
     for other in names_in(value):
         its_base, *its_index = re.split("[_(]", other.strip("'("), maxsplit=1)
         if its_base == base and (not its_index or {*str(index)} & {*its_index[0]}):  # but v = v_0 + at
-            return True
-    return value[0] == "symbol" and len(value[1]) > 1 and value[1].isupper()
+            return False
+    return True
 
 
 def _list_key(kind: str, items: list[tuple]) -> str:
@@ -233,4 +240,7 @@ def _keys_of(values: list, node: tuple) -> str:
     keys = [text_of(value) for value in values]
     if ("constant", "i") not in walk(node) and not all(" " in text for text in keys):
         keys = ["not real" if " " in text else text for text in keys]  # \sqrt{1/n} is 1/\sqrt n where real
-    return keys[0] if len({*keys}) == 1 else "~" + " ".join(keys)
+    if len({*keys}) == 1:
+        return keys[0]
+    rounded = sorted(names_in(node)) if len(keys) > 6 else []  # \lfloor n/2\rfloor is not that of m
+    return "~" + " ".join([*rounded, *keys])

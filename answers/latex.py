@@ -61,36 +61,33 @@ _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|r
        r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
        r"|\\AA)(?: ?\^ ?-?\d)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
-_WORDS = (
-    r"(?!.*\b(?:less|loss|plus|minus|is|has|cos|off|short|extra|north|south|east|west|up|down|left"
-    r"|right|above|below|more|fewer|ago|before|after|late|early|ahead|behind|tens"
-    r"|(?!(?:p|\w*met|\w*lit)er\b)\w+er|clockwise|\w+wards?|dozens?|base|mod"
-    r"|hal(?:f|ves)|quarters?|\w+ths|thirds|lakhs?|crores?|mil\w*on\w*|\w*creas\w*|if|when|where|for"
-    r"|am|pm)\b)"
-    r"[a-zA-Z ./-]*\b(?:[a-zA-Z]{2,}s|feet|foot|inch|people|men|women|children|percent|pct|percentage|degree"
-    r"|cent|dollar|hour|minute|second|day|week|month|year|meter|metre|mile|yard|unit|gram|pound|liter|litre"
-    r"|point|way|sq|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton)\b[a-zA-Z ./-]*(?: ?\^ ?\d)?")
-_ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORDS})[ .]*| ?\\frac ?[a-zA-Z][^\\]*")
-_BARE_UNIT = re.compile(rf" ?(?:[cmk]m|kg|ft|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol|[kMG]?(?:eV|Hz|Pa)"
-                        rf"|[kM]?\\Omega)(?: ?\^ ?-?\d)?| {_WORDS}"
-                        rf"| (?:in|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg)(?: ?\^ ?\d)?"
-                        rf"| ?{_SI} ?/[ (]*{SYMBOLS}\)?")
+_KNOWN = (r"(?:percent|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)|mile|yard"
+          r"|unit|gram|pound|lit(?:er|re)|point|way|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton|ohm)s?"
+          r"|feet|foot|ft|inch(?:es)?|people|men|women|children")
+_NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen""".split()
+# a known word or a plural, but no number, fraction or word such as plus, less, has
+_WORD_UNIT = (rf"(?:(?:sq\.?|square|cubic|percentage) ?)?(?:{_KNOWN}|"
+              rf"(?!(?:{'|'.join(_NUMBERS)}|\w+th|third|quarter|dozen|score|lakh|crore|\w+wards?|\w*illion"
+              r"|thousand|hundred|has|was|co|off|hal(?:f|ve))(?:e?s)?\b)[a-z]{2,}(?<![ius])s)"
+              rf"(?: (?:squared|cubed|old)|(?: per | ?/ ?)(?:(?:square|cubic) )?(?:{_KNOWN}))?(?: ?\^ ?\d)?")
+_CHINESE = ("(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a\u4e0b\u591a"
+            "\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+")
+_ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORD_UNIT}|{_CHINESE}|st|nd|rd|th)[ .]*"
+                         rf"| ?\\frac ?(?:{SYMBOLS}|[a-z]+s) ?(?:{SYMBOLS}|{_KNOWN})")
+_BARE_WORD = re.compile(rf" {_WORD_UNIT}| ?{_CHINESE}")
+_BARE_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?: ?\^ ?\d)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
+                        r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|th"
+                        r"|(?:[ck]?m|ft|mi) ?/ ?(?:h|hr|min|s|sec)(?: ?\^ ?\d)?)")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
     kilometre|g gram|kg kilogram|L liter litre|degree deg""".split("|") for other in line.split()}
-_NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen""".split()
-_MAGNITUDES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
-# before anything; before a number
-_ANSWER = r"(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)? ?:?"
-_LEAD = (rf"(?:{_ANSWER}|[A-Z][a-z]{{2}}[A-Za-z ]*(?: ?:| is)|\(?[A-J]\)|[A-J]\."
-         r"|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK) ?\.?)")
-_GROUPED = r"(?:(?!and|or)[^,:;])*?(?<![\d.])\d{1,3}(?:,\d{3}){1,6}(?!\d)(?:(?!and|or)[^,:;])*"
-_ABOUT = r"(?i:approximately|approx|about|roughly|around)\b\.?"
 _BOLD = r"\\(?:mathbf|boldsymbol|bm|pmb) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z]))"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
+    (r"(?<!\.)[.\u3002] ?(\}*)$", r"\1"),
+    (r"^\{+((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$", r"\1"),  # {5}
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"\.\.\.", r"\\ldots "),
     (r"\\not ?=|(?<!\d)!=", r"\\ne "),  # 5!=120
@@ -101,19 +98,14 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"^.*\\(?:Rightarrow|implies|therefore)(?![a-zA-Z])(?=[^=]*= ?[^=a-zA-Z]+$)"
      r"|^\\(?:Rightarrow|implies)(?![a-zA-Z])", ""),
     (r" ?,\s*\\!\s*(?=\d{3})|(?<=\d)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))|(?<=\d)'(?=\d{3})", ""),
+    (r"(?<=\d) ?~ ?(?=\d)", r"\\sim "),
     (r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    (r"(?<!\\)\$|(?<![\w}]) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
+    (r"(?<!\\)\$|(?:^|(?<==)) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
      r"|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
      r"|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
     (r"(\\cup|,)? *(?:\\q?quad *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
      lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
-    (r"^(?:\\(?:sum|prod|int|lim|max|min|gcd|det|Pr|mathbb\{?[PE]\}?)|[PE]\()(?:[^={}]"
-     r"|\{(?:[^{}]|\{[^{}]*\})*\})*=(?=(?:\\[a-z]+|[^=a-zA-Z\\]|(?<![a-zA-Z])e(?![a-zA-Z]))+$)",
-     ""),  # \sum_k a_k = 3, P(A|B) = 1/2
-    # m+n=256+37=293, 100m+n=204: the sum that was asked for; x+y=5 is a line
-    (r"^(?:\\text\{[^{}]*: ?\} ?)?(?:10{0,3})?[A-Za-w]{1,2} ?(?:\+ ?(?:10{0,3})?[A-Za-w]{1,2} ?)+="
-     r"(?=(?:\\[a-z]+|[^a-zA-Z\\])+$)", ""),
-    (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]+) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}"),  # dx/dt
+    (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}'"),  # dx/dt
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
@@ -138,35 +130,16 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # thousands: 1,\!000, 1{,}000, 1\,000, 1'000, 1 000; 1.000.000, 1,00,000; 1,000 but not 1,2,3
     (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),
     (r"^\d{1,3}(?:\.\d{3}){2,}$|^\d{1,2}(?:,\d{2})+,\d{3}$", lambda match: re.sub("[.,]", "", match[0])),
-    (r"^([^,(\[{]*|.*(?:frac|sqrt|\^|text|boxed)\{)(?<![\d.])(\d{1,3}(?:,\d{3}){1,6})(?![\d,])(?=[^,]*$)",
-     lambda match: match[1] + match[2].replace(",", "")),
-    # also 1,000, 2,000; but (1,200), (3,400) are points
-    (rf"^(?!.*[(\[{{]\d+,\d+\\?[)\]}}]){_GROUPED}(?:(?:, |and|or|[:;])+{_GROUPED})+$",
-     lambda match: re.sub(r",(?=\d{3})", "", match[0])),
+    (r"^.*\d,\d{3}.*$", lambda match: _thousands(match[0])),
     (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
-    (r"\.(\d*?)(\d{1,3}?)\2{2,}(?:\\[lc]?dots[cb]?)(?![a-z])", r".\1(\2)"),  # 0.1666\ldots
-    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?", lambda match: _repeating(*match.groups())),
-    (rf"(?<=\d){_TEXT}[eE]([-+]?\d+)(?!\w)\}}?", r"\\cdot 10^{{\1}}"),  # 1e5
+    (r"\.(\d*?)(\d{1,3}?)\2{2,}(?:\\[lc]?dots[cb]?)(?![a-z])|(?<=^0)\.\((\d+)\)$",  # 0.1666\ldots, 0.(6)
+     r".\1\\overline{\2\3}"),
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
+    # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
+    (r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)"
+     r"(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
     (r"\*\*", "^"),
-    # words before something: \text{Answer: }x+1, \textbf{(D)}\ x; before a number: \text{Area: }12, (D) 36
-    (rf"^(?:{_ROMAN} ?{_ANSWER} ?\}} ?|{_ANSWER} |{_ROMAN}\(?[A-J]\) ?\}} ?(?=.*\w)"
-     rf"|(?:({_TEXT}) ?{_LEAD}|{_ROMAN} ?{_LEAD} ?\}}|\(\\[a-z]+\{{[A-J]\}}\)) ?"
-     r"(?=-|\\\$|\.?\d|\\[dt]?frac|\\sqrt|\\begin))(?!.*(?:[a-zA-Z] ?(?: is|:)|[A-J]\)))"
-     rf"|^({_TEXT})(?:[Oo]ption|[Cc]hoice) ?(?=\(?[A-J]\)?\}}?$)", r"\1\2"),
-    (rf"(?<=[\d}}]) ?({_TEXT}) ?(?i:({'|'.join(_MAGNITUDES)})s?)(?![a-zA-Z])",  # 3 million
-     lambda match: rf"\cdot 10^{{{_MAGNITUDES[match[2].lower()]}}}{match[1]}"),
-    (rf"^({_TEXT}) ?(?:[Aa]n?|[Tt]he) (?=[a-z]{{4}})(?!sinh|cosh|tanh|arc)", r"\1"),  # a circle
-    # about 5; 5 (rounded); \sqrt2 (about 1.41) is \sqrt2\approx 1.41; 12th, 5 and a unit in Chinese
-    (r"\(\\approx([^()]*)\)$", r"\\approx\1"),
-    (rf"(^|=|:) ?({_TEXT}) ?(?<![a-zA-Z]){_ABOUT}", r"\1\2"),
-    (rf"(?<=[\w}})\]%]),? ?\(?{_TEXT} ?\(?(?:(?:since|because|rounded|to the nearest|\d d\.?p)\b.*"
-     rf"|{_ABOUT}\)?\}}?\)?)$", ""),
-    (rf"(?<=[\w}})\]%]),? ?\(?,? ?(?:or )?{_TEXT} ?(?:or )?\(?{_ABOUT} ?"
-     r"(?:\} ?(.*?)\)?|([^{}]*?)\)?\}?\)?)$", r"\\approx \1\2"),
-    (rf"(?<=\d) ?(?:\^ ?)?\{{? ?{_TEXT} ?(?:st|nd|rd|th)(?![a-z]) ?\}}? ?\}}?", " "),
-    (rf"(?<=\d) ?{_TEXT} ?(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a"
-     r"\u4e0b\u591a\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+ ?\}?$", ""),
     # for any real c; where k is an integer; c\in\mathbb{R}
     (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
      r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
@@ -174,12 +147,9 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      r"|[kmn](?:, ?[kmn])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?Z)\}? ?\)?$", ""),
     (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
     (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
-     r"|^(?:(?:[,;=]|m(?= ?\\angle)|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,"
-     r"|\\(?:approx|displaystyle)(?![a-z])) ?)+", r"\1"))]
-_WORD = re.compile(r"\\text|\\[mbvhow]|\\pmod|[^\x00-\x7f]|\d[eE]|[a-zA-Z][.)]|(?<![\\a-zA-Z])[a-zA-Z]{2}")
-# for what has no word
-_SIGNS_ONLY = [row for row in _REWRITES if not re.search(r"text\[|mathbf|operator", row[0].pattern)]
-_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|[^\W\d_a-z]+|[<>]=|\s+|.", re.DOTALL)
+     r"|^(?:(?:[,;=]|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,|\\displaystyle(?![a-z])) ?)+", r"\1"))]
+_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
+                    r"|[<>]=|\s+|.", re.DOTALL)
 
 
 class Token(str):
@@ -213,6 +183,14 @@ def _repeating(whole: str, digits: str, period: str) -> str:
     return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
 
 
+def _thousands(text: str) -> str:
+    """Without the commas of 1,000, if each part has such a number: 1,200, 300 has not, (1,200) is a point."""
+    parts = [part for part in re.split(", |and|or|[:;]", text) if re.search(r"\d", part)]
+    grouped = all(re.search(r"(?<![\d.,])\d{1,3}(?:,\d{3}){1,6}(?![\d,])", part) for part in parts)
+    point = re.search(r"(?:[(\[]|\\\{)\d+,\d+(?:\\right)?\\?[)\]}]", text)
+    return re.sub(r"(?<=\d),(?=\d{3})", "", text) if grouped and not point else text
+
+
 def unescaped(text: str) -> str:
     """The text with one backslash for two, if all of them are two and a command follows one."""
     halved = text.replace("\\\\", "\\")
@@ -222,7 +200,7 @@ def unescaped(text: str) -> str:
 
 def tokens_of(text: str) -> list[Token]:
     """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
-    for pattern, new in _REWRITES if _WORD.search(text) else _SIGNS_ONLY:
+    for pattern, new in _REWRITES:
         if (changed := pattern.sub(new, text)) != text:
             text = " ".join(changed.split()) or text  # nothing is no answer
     found, space, braces, begins = [], False, [], False
@@ -245,12 +223,13 @@ def tokens_of(text: str) -> list[Token]:
     return found
 
 
-def unit_in(tokens: list[Token], after_number: bool) -> str:
-    r"""The unit that it is: in \text{}, or, after a number, a well-known one or words without; else empty."""
+def unit_in(tokens: list[Token], bare: bool, symbol: bool) -> str:
+    r"""The unit that it is: in \text{}, bare words, bare symbols after a number; else empty."""
     text = "".join(" " * t.space + t for t in tokens if t not in "{}")
     letters = [t.roman for t in tokens if t.isalpha()]
     roman = letters and all(letters)
-    if not (roman or after_number) or not (_ROMAN_UNIT if roman else _BARE_UNIT).fullmatch(text):
+    if not (_ROMAN_UNIT.fullmatch(text) if roman else bare and (
+            _BARE_WORD.fullmatch(text) or symbol and _BARE_UNIT.fullmatch(text))):
         return ""
     unit = re.sub(r"(?<=\w\w)s$", "", text.strip(" ."))
     return _UNITS.get(unit, unit)

@@ -13,7 +13,7 @@ from answers.grammar import FUNCTIONS, NotMath, walk
 
 mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
 mp.dps = 60
-_LARGE, _TINY = 60_000, mp.mpf(10) ** -50  # bits of a number; what is left of a difference by rounding
+_LARGE, _TINY = 60_000, mp.mpf(10) ** -50  # bits of a power; what is left of a difference by rounding
 _FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
               r"\lfloor": "floor", r"\lceil": "ceil"} | {name: name.replace("arc", "a") for name in FUNCTIONS}
 
@@ -29,14 +29,15 @@ def names_in(node: tuple) -> set[str]:
 
 
 def values_of(node: tuple, far: int = 37) -> list:
-    """Its values at six points, or at 60 if something is rounded; the only one of a formula without names.
+    """Its values at six points, or at 30 if something is rounded; the only one of a formula without names.
     If it is too large at these, at nearer ones."""
     kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
     try:
-        for point in range((60 if rounded else 6) if names else 1):
-            whole, broken = partial(_whole, point, len(names)), partial(_coordinate, point, absolute, far)
-            values.append(_value(node, whole if rounded else broken))
+        points = (30 if rounded else 6) if names else 1
+        for point in range(points):
+            at = partial(_whole, point, len(names)) if rounded else partial(_coordinate, point, absolute, far)
+            values.append(_value(node, at, 2 * _LARGE // points))
         inexact = [value for value in values if not isinstance(value, Fraction)]
         if names and inexact and min(map(abs, inexact)) > 1e20:
             raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
@@ -66,8 +67,8 @@ def real(value):
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _value(node: tuple, at: Callable):
-    """The value where the names have the values at(name). Raises NotMath."""
+def _value(node: tuple, at: Callable, bits: int):
+    """The value where the names have the values at(name). Raises NotMath, also if a number has more bits."""
     kind, *parts = node
     if kind == "number":
         return parts[0]
@@ -79,16 +80,17 @@ def _value(node: tuple, at: Callable):
     if kind not in _FUNCTIONS or kind == "*" and _in_order(parts):
         raise NotMath
     try:
-        value = _compute(kind, [_value(part, at) for part in parts])
-        if isinstance(value, Fraction):
-            good = max(value.numerator.bit_length(), value.denominator.bit_length()) < 2 * _LARGE
-        else:
-            good = mp.isfinite(value)
+        value = _compute(kind, [_value(part, at, bits) for part in parts], bits)
+        good = isinstance(value, Fraction) or mp.isfinite(value)
     except (ZeroDivisionError, ValueError, OverflowError):
         good = False
     if not good:
         raise NotMath
     return value
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _in_order(factors: list[tuple]) -> bool:
@@ -100,11 +102,15 @@ def _in_order(factors: list[tuple]) -> bool:
     return len(vectors) > 1 or len(powers) > 0 and len(matrices) + len(powers) > 1
 
 
-def _compute(kind: str, values: list):
-    """An operation or a function of numbers. Raises NotMath if the result is too large."""
+def _compute(kind: str, values: list, bits: int):
+    """An operation or a function of numbers. Raises NotMath before the work if the result is too large."""
+    if kind == "^":
+        return _power(*values, bits // 2)
     exact = all(isinstance(value, Fraction) for value in values)
     values = values if exact else list(map(real, values))
     first, last = values[0], values[-1]
+    if kind in ("+", "*") and exact and sum(map(_bits, values)) > bits:
+        raise NotMath
     if kind == "+":
         total = sum(values[1:], first)
         return total if exact or abs(total) > max(map(abs, values)) * _TINY else Fraction(0)
@@ -112,11 +118,6 @@ def _compute(kind: str, values: list):
         return math.prod(values)
     if kind in ("inverse", "abs"):
         return 1 / first if kind == "inverse" else abs(first)
-    if kind == "^":
-        bits = [abs(mp.log(abs(n), 2)) for n in (first.as_integer_ratio() if exact else [first]) if n]
-        if max(bits, default=0) * abs(last) > _LARGE:
-            raise NotMath
-        return first ** int(last) if exact and last.denominator == 1 else mp.power(real(first), real(last))
     if kind in (r"\lfloor", r"\lceil") and exact:
         return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
     if max(map(abs, values)) > (4000 if kind in ("!", "binom") else _LARGE):
@@ -127,6 +128,19 @@ def _compute(kind: str, values: list):
         return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
     value = getattr(mp, _FUNCTIONS[kind])(*map(real, values))
     return Fraction(int(mp.re(value))) if kind in (r"\lfloor", r"\lceil") and not mp.im(value) else value
+
+
+def _power(base, exponent, bits: int):
+    """A power; an odd root of a negative number is real. Raises NotMath if it has more bits."""
+    rational = isinstance(exponent, Fraction)
+    exact = rational and isinstance(base, Fraction)
+    if abs(exponent) * (_bits(base) - 1 if exact else 1) > bits:
+        raise NotMath
+    if exact and exponent.denominator == 1:
+        return base ** int(exponent)
+    odd = rational and exponent.denominator % 2 and not mp.im(base) and base < 0
+    value = mp.power(real(-base if odd else base), real(exponent))
+    return -value if odd and exponent.numerator % 2 else value
 
 
 def text_of(value) -> str:

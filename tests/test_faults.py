@@ -16,12 +16,10 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, SMALL, as_if_killed, fresh_state, make_policy, read_lines, run_toy
 from conftest import signal_handlers_kept, untimed
 from safetensors.torch import load_file, save_file
@@ -158,16 +156,15 @@ def test_a_run_stopped_in_an_evaluation_has_lost_nothing(step, number, whole, tm
     assert_same_runs(out, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole, number):
+def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole):
     out = tmp_path / "run"
     process = start(out, checkpoint_every=0)
     assert wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics_of(out)) >= 3, process)
     for _ in range(2):  # Slurm's, and the one that torchrun passes on
-        os.kill(process.pid, number)
+        os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.01)
     process.join(60)
-    assert process.exitcode == 128 + number
+    assert process.exitcode == 128 + signal.SIGTERM
     done = metrics_of(out)[-1]["step"]
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:08d}"]
     finish(out, resume=True, checkpoint_every=0)
@@ -240,12 +237,10 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 # ---------------------------------------- folders that are not the run's -----------------------------------
 LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
-MANY = b'{"script": "ttrl", "args": {"votes": "many"}, "identity": {"data": "1"}}'
 FOLDERS = {  # fault -> (file, its bytes, exit code, words)
     "a file too many": ("checkpoints/step_00000004/x.safetensors", b"", 2, "is damaged ("),
     "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
     "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
-    "votes are no number": ("run.json", MANY, 2, "run.json is damaged: --votes is 'many', but"),
 }
 
 
@@ -401,16 +396,11 @@ BAD_MODELS = {
     "a tensor is missing": (WEIGHTS, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
                             "1 of its weights are missing or of another shape,"),
     "another shape": (CONFIG, dict(intermediate_size=200), "9 of its weights are missing or of another"),
+    "left over": (WEIGHTS, extra("score.weight"), "does not use 1 of its weights, among them score.weight;"),
     "NaN": (WEIGHTS, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.nan),
             "tokens have the probability NaN"),
     "an adapter": ("adapter_config.json", b"{}", "which holds an adapter (adapter_config.json); merge it"),
-    "encoder-decoder": (CONFIG, dict(model_type="t5"), "its weights cannot be read: "),
-    "quantised": (CONFIG, dict(quantization_config=dict(quant_method="gptq", bits=4)), "which is quantised;"),
-}
-for name in ("score.weight", "classifier.out_proj.bias"):
-    BAD_MODELS[name] = (WEIGHTS, extra(name), f"does not use 1 of its weights, among them {name};")
-for name in ("LlamaForRewardModel", "AutoModelForCausalLMWithValueHead", "GPT2DoubleHeadsModel"):
-    BAD_MODELS[name] = (CONFIG, dict(architectures=[name]), f"a {name} by its config.json, but must be")
+    "another head": (CONFIG, dict(architectures=["LlamaForRewardModel"]), "a LlamaForRewardModel by its")}
 
 
 @pytest.mark.parametrize("fault", BAD_MODELS)
@@ -425,11 +415,8 @@ def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
 
 @pytest.mark.parametrize("file, change", [
     (WEIGHTS, extra("model.layers.0.self_attn.rotary_emb.inv_freq")),
-    (WEIGHTS, extra("model.layers.1.self_attn.masked_bias")),
     (WEIGHTS, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0})),
-    (CONFIG, dict(architectures=["QWen2ForCausalLM"])), (CONFIG, dict(architectures=None)),
-    (CONFIG, dict(architectures=["Qwen2Model"])),
-    (CONFIG, dict(architectures=["GPT2LMHeadModel"]))])
+    (CONFIG, dict(architectures=None)), (CONFIG, dict(architectures=["GPT2LMHeadModel"]))])
 def test_what_changes_no_model_is_read(tmp_path, file, change):
     model = str(copy_of_the_toy(tmp_path / "model", file, change))
     read_config(model, 8, 8)
@@ -437,53 +424,23 @@ def test_what_changes_no_model_is_read(tmp_path, file, change):
 
 
 # --------------------------------------------- the folder, and how a run ends ------------------------------
-def test_a_run_alone_in_bfloat16_needs_no_torchrun(tmp_path, launch):
-    """It is a group of one rank. Variables that a launcher leaves empty count as unset."""
-    with mock.patch.dict(os.environ, dict.fromkeys("RANK WORLD_SIZE MASTER_PORT".split(), "")):
-        code, _, errors = launch(out=tmp_path / "run", dtype="bfloat16", **TINY | dict(steps=1))
-    dist.is_initialized() and dist.destroy_process_group()
-    assert code == 0, errors
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    """Stands for Weights & Biases."""
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=mock.Mock(), finish=mock.Mock()))
-    yield sys.modules["wandb"]
-    process.at_exit.clear()
-
-
 @pytest.mark.parametrize("place, error", [
-    ("wandb.init", ValueError), ("common.load_model", UserError), ("common.sample", RuntimeError),
-    ("common.sample", KeyboardInterrupt)])
-def test_a_start_that_failed_can_be_repeated(tmp_path, launch, monkeypatch, wandb, place, error):
+    ("common.load_model", UserError), ("common.sample", RuntimeError), ("common.sample", KeyboardInterrupt)])
+def test_a_start_that_failed_can_be_repeated(tmp_path, launch, monkeypatch, place, error):
     """The same command works in the same folder, and a folder that the user made is still there."""
-    flags = TINY | dict(steps=1, wandb=True, out=tmp_path)
+    flags = TINY | dict(steps=1, out=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(place, mock.Mock(side_effect=error))
-        if place == "common.sample":
-            with pytest.raises(error):
-                launch(**flags)
-        else:
-            code, _, errors = launch(**flags)
-            assert code == 2 and "Traceback" not in errors
+        expected = contextlib.nullcontext() if error is UserError else pytest.raises(error)
+        with expected:
+            assert launch(**flags)[0] == 2
     gc.collect()  # in a process of its own the run's lock would be gone with it
     assert launch(**flags)[0] == 0
 
 
-def test_the_run_folder_describes_itself(whole):
-    run = json.loads((whole / "run.json").read_text())
-    assert run["args"]["seed"] == 1 and run["script"] == "ttrl" and run["command"]
-    assert run["versions"]["torch"] and "git" in run
-    assert list((whole / "tensorboard").iterdir())
-    assert [line["step"] for line in metrics_of(whole)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # evaluations: 0, 3, 6
-
-
 def test_an_evaluation_without_answers_says_why(tmp_path, launch):
-    code, printed, _ = launch("evaluate", benchmarks="toy", samples=1, max_new_tokens=2,
-                              out=tmp_path / "run")
-    assert code == 0 and "Warning: toy: 0% of the responses have an answer (in " in printed
-    assert "100% were cut off. --show_prompt shows what the model is asked" in printed
+    _, printed, _ = launch("evaluate", benchmarks="toy", samples=1, max_new_tokens=2, out=tmp_path / "run")
+    assert "Warning: toy: 0% of the responses have an answer" in printed and "100% were cut off" in printed
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole, monkeypatch):
@@ -507,8 +464,11 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, who
     assert_same_runs(out, whole)
 
 
-def test_wandb_knows_a_resumed_run_again_and_is_closed(tmp_path, launch, monkeypatch, wandb):
+def test_wandb_knows_a_resumed_run_again_and_is_closed(tmp_path, launch, monkeypatch):
     """Two runs in folders of one name are two. leave runs none of Python's own exit handlers."""
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(process, "at_exit", [])
     for out, more in (("a/exp", {}), ("b/exp", {}), ("b/exp", dict(resume=True, steps=3))):
         assert launch(**TINY | dict(wandb=True, out=tmp_path / out, checkpoint_every=1) | more)[0] == 0
     first, second, again = [call.kwargs["id"] for call in wandb.init.call_args_list]

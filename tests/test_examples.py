@@ -1,9 +1,11 @@
 """The forks in examples/: each diff applied to ttrl.py, run through its own main(), against its objective."""
 
+import dataclasses
 import doctest
 import functools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import test_ranks
@@ -28,6 +30,7 @@ def test_a_diff_has_a_header_and_is_no_more_than_its_idea(name):
     assert all(part in header for part in ("The idea: ", commands, "\nChecked: "))
     changed = [line for line in hunks.splitlines()[1:] if line[0] in "+-"]
     assert len(changed) <= 60
+    assert f"\n/{name}.py\n" in (ROOT / ".gitignore").read_text()
     script = load_script(name)
     with open(script.__file__) as file:
         assert all(line.isascii() and len(line) <= 111 for line in file)
@@ -76,7 +79,8 @@ def imitation(args, response, logp, old, entropy):
     return -logp * response.advantage
 
 
-OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself, vote_sft=imitation)
+OBJECTIVES = dict(gspo=sequence_ratio, tis=truncated_importance, em_ft=entropy_itself, vote_sft=imitation,
+                  ssd=imitation)
 FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_high=1.5),
                 tis=dict(tis_cap=1.3, meddle=unlike),
                 dynamic_sampling=dict(max_rounds=2), em_ft=dict(num_minibatches=2), rlsc=dict(alpha=0.2))
@@ -85,10 +89,14 @@ FLAGS_OF = dict(gspo=dict(clip_low=0.004, clip_high=0.006), empo=dict(entropy_hi
 def fork_objective(name, seen, update):
     """Mean over responses of the means over tokens, as equations.objective."""
     args, losses = seen.args, []
+    if name == "ssd":  # of undivided logits, whatever the temperature of the samples was
+        seen = SimpleNamespace(args=dataclasses.replace(args, temperature=1.0), weights=seen.weights)
     for response, old, logp, kl, entropy in per_token(seen, update):
         wanted = OBJECTIVES.get(name, grpo)(args, response, logp, old, entropy)
-        losses.append((wanted + args.kl_coef * kl - args.entropy_coef * entropy).mean())
-    return torch.stack(losses).mean(), {}
+        losses.append(wanted + args.kl_coef * kl - args.entropy_coef * entropy)
+    if args.loss_aggregation == "token-mean":
+        return torch.cat(losses).mean(), {}
+    return torch.stack([loss_T.mean() for loss_T in losses]).mean(), {}
 
 
 def of_adapters(seen, update, gradients):
@@ -181,7 +189,13 @@ REWARDS = dict(gspo=ttrl_reward, tis=ttrl_reward, dynamic_sampling=ttrl_reward, 
                co_rewarding=crossed_reward, srt=initial_reward, lora=ttrl_reward, random_reward=coin_reward,
                flip_rate=ttrl_reward, negatives_only=ttrl_reward,
                length_reward=length_reward, runner_up=runner_up_reward, vote_sft=ttrl_reward,
-               em_rl=sequence_reward, no_std=ttrl_reward)
+               em_rl=sequence_reward, no_std=ttrl_reward, ddrl=ttrl_reward,
+               ssd=lambda seen, group: [1.0] * len(group.responses))
+
+
+# Of VOTES: 3 of 6 with the most votes (of problem 2, whose majority has two, 2), the rest from the end
+DDRL_TRAINS = {0: [0, 1, 2, 5, 6, 7], 1: [0, 1, 2, 5, 6, 7], 2: [0, 1, 2, 4, 5, 3], 3: [0, 1, 2, 5, 6, 7],
+               4: [0, 1, 2, 5, 6, 7]}
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -195,14 +209,18 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
         assert group.rewards == pytest.approx(rewards, abs=1e-3)
         chosen = common.subset(args, group.step, group.prompt, len(rewards))
         wanted = z([rewards[i] for i in chosen])
-        if name in ("rlsc", "vote_sft"):
+        if name in ("rlsc", "vote_sft", "ssd"):
             wanted = [rewards[i] for i in chosen]
         if name == "no_std":
             mean = sum(rewards[i] for i in chosen) / len(chosen)
             wanted = [rewards[i] - mean for i in chosen]
         if name == "negatives_only":  # of all, not of the trained ones
             wanted = [min(z(rewards)[i], 0) for i in chosen]
-        if name in ("rent", "intuitor", "rlsc", "random_reward", "length_reward", "em_rl"):
+        if name == "ddrl":
+            chosen = sorted(DDRL_TRAINS[group.prompt.id])
+            assert group.trained == chosen
+            wanted = [1 if rewards[i] else -1 for i in chosen]
+        if name in ("rent", "intuitor", "rlsc", "random_reward", "length_reward", "em_rl", "ssd"):
             assert group.label is None
         for i, advantage in zip(chosen, wanted):
             response = group.responses[i]
@@ -210,6 +228,16 @@ def test_rewards_and_advantages_are_the_papers(name, watch):
             if id(response) in trained:
                 assert response.advantage == pytest.approx(advantage, abs=5e-3)
     assert left_out == {"empo": 6}.get(name, 0)  # one prompt has four answers
+
+
+@pytest.mark.parametrize("name", ["vote_sft", "ssd"])
+def test_the_base_model_is_sampled_in_every_step(name, watch):
+    """The policy moves on; the sampler's log-probs are the base model's at --temperature."""
+    seen = watch(name, steps=2)
+    for group in seen.groups:
+        base = log_probs(seen, seen.weights["initial"], group.responses)
+        for response in group.responses:
+            assert torch.allclose(response.sampler_logp.double(), base[id(response)], atol=1e-3)
 
 
 # ------------------------------------------------- their own flags ---------------------------------------

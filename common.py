@@ -104,7 +104,7 @@ class Args:
     135M parameters that comes as a pip package (docs/measured.md). Both have defaults of their own, which
     --help shows behind the paper's."""
     dataset: str = "aime24"
-    """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/fork.md)."""
+    """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/data.md)."""
     steps: CountOrZero = 0
     """Number of rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
     prompts_per_batch: Count = 8

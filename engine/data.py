@@ -2,7 +2,7 @@
 
 A row is a question and perhaps an answer, or a multiple choice as GPQA and MMLU have it. Nothing is guessed:
 a row that brings more (a passage, options in another form, an image, JSON as text) is refused by column,
-since whoever knows the data makes one question of it in a few lines. docs/fork.md#your-data has recipes."""
+since whoever knows the data makes one question of it in a few lines. docs/data.md has recipes."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], 
     for column in columns.refused:
         if _is_filled(row.get(column)):
             raise UserError(f"column '{column}' may be part of the question; put all of it into one column "
-                            "(recipes: docs/fork.md), or leave it out by --question_field "
+                            "(recipes: docs/data.md), or leave it out by --question_field "
                             f"{columns.question}.")
     text, before = _turns(row.get(columns.question), columns.question)
     options, right = row.get("choices"), row.get(columns.answer)
@@ -260,7 +260,7 @@ def _with_choices(text: str, before: list, options, right, column: str):
     if not is_index or max(texts, default=99) >= len(LETTERS):
         raise UserError(f"its choices must be a list of at most {len(LETTERS)} texts, and column "
                         f"'{column or 'answer'}' the index of the right one, from 0, not {right!r:.40} "
-                        "(recipes: docs/fork.md).")
+                        "(recipes: docs/data.md).")
     order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
     letters = [*zip(LETTERS, order)]
     text = "\n".join([text, "", *(f"{letter}. {texts[i]}" for letter, i in letters)])
@@ -276,7 +276,7 @@ def _golds(value, column: str) -> list[str]:
         is_coded = CODED.match(str(item)) or "<answer>" in str(item)
         if type(item) not in PLAIN or is_rounded or is_coded:
             raise UserError(f"column '{column}' must hold a text (no JSON in it), a number below 2**53, or "
-                            f"a list of these, any of which is right, not {item!r:.60} (docs/fork.md).")
+                            f"a list of these, any of which is right, not {item!r:.60} (docs/data.md).")
     return gold_answers(value)
 
 

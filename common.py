@@ -21,19 +21,27 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
-from engine.base import Request, UserError, stable_hash, stop_texts, timed, timed_loop as timed_loop
-from engine.builtin import SMOLLM2 as SMOLLM2, TOY as TOY, TOYS  # "as": for scripts
+from engine.base import Request, UserError, stable_hash, stop_texts, timed
 from engine.checkpoint import steps_done
 from engine.log import Log
-from engine.metrics import grade, majority, mean, summary
+from engine.metrics import grade, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
-from engine.options import Count, CountOrZero, Finite as Finite, Machine, NonNegative, NonNegativeOrInf
-from engine.options import Positive, PositiveShare, Share, bad_flags, changed, options_dict
-from engine.policy import check_batch, load_policies, memory_settings
-from engine.process import StopSignal, launch as launch, start_processes
-from engine.ranks import all_gather as all_gather, gather_shares, print0, rank_and_ranks, share_of_rank
-from engine.ranks import split_requests
-from engine.run import Run, restore as restore, save_when_due as save_when_due
+from engine.options import TOYS, Machine, bad_flags, changed, options_dict
+from engine.policy import check_batch, load_policies
+from engine.process import StopSignal, start_processes
+from engine.ranks import gather_shares, on_all_engines, print0, rank_and_ranks, share_of_rank
+from engine.run import Run
+
+# What a script calls as common.NAME, though it stands in engine/:
+from engine.base import timed_loop as timed_loop  # the items; the time spent on them is logged
+from engine.metrics import majority as majority  # the most frequent class
+from engine.options import SMOLLM2 as SMOLLM2, TOY as TOY  # what replaces defaults for a built-in model
+from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf  # types of options, with ranges
+from engine.options import Finite as Finite, Positive, PositiveShare, Share
+from engine.process import launch as launch  # reads the command line, runs main, tells errors
+from engine.ranks import all_gather as all_gather  # every rank's item, on every rank
+from engine.run import restore as restore  # loads the newest checkpoint
+from engine.run import save_when_due as save_when_due  # writes one
 
 
 # ------------------------------------------------ problems and responses ------------------------------------
@@ -200,32 +208,32 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     """Refuse bad flags, model and data, then load weights. train: False to evaluate."""
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
-    machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
+    machine, trust = args.machine, args.machine.trust_remote_code
+    path, length = model_folder(args.model), args.max_prompt_tokens + args.max_new_tokens
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
-    rows, parts = data.read_data(args, tokenizer, train)
+    rows, rows_of = data.read_data(args, tokenizer, train)  # of --dataset, and of each benchmark
     if machine.show_prompt:
-        data.print_prompts(args, tokenizer, rows, parts)  # and exit
+        data.print_prompts(args, tokenizer, rows, rows_of)  # and exit
     problems, benchmarks = [Problem(**row._asdict(), answer_keys=answer_keys) for row in rows], {}
-    for name, part in parts.items():
+    for name, part in rows_of.items():
         benchmarks[name] = [Problem(**row._asdict(), answer_keys=answer_keys) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    identity, options = data.digests(rows, parts, stop_ids), options_dict(args)
-    given = changed(args)  # what the model card tells of the flags
+    identity, options = data.digests(rows, rows_of, stop_ids), options_dict(args)
     device, dtype = start_processes(options, train, small=args.model in TOYS)
-    memory = memory_settings(machine, device.type == "cuda")
-    log = Log(options, device, identity, given)
+    log = Log(options, device, identity, changed(args))
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
-    length = args.max_prompt_tokens + args.max_new_tokens
     policy = reference = None
     if train:
         log.open_boards(done)  # before weights are read, since it may fail
         models = [load_model(path, trust) for _ in range(2 if args.kl_coef > 0 else 1)]  # memory-mapped
         log.identify({"the weights of --model": weights_digest(models[0])})
-        policy, reference = load_policies(models, device, dtype, machine, length, adapt, **memory)
+        policy, reference = load_policies(models, device, dtype, machine, length, adapt)
     sampler = samplers.load_sampler(path, device, dtype, machine, length, stop_ids, args.seed, policy)
-    return Run(args, tokenizer, problems, benchmarks, total_steps, policy, reference, sampler, log,
-               StopSignal(log.path, done), device, dtype, answer_keys, read_answer, generate)
+    return Run(
+        args=args, tokenizer=tokenizer, problems=problems, benchmarks=benchmarks, total_steps=total_steps,
+        policy=policy, reference=reference, sampler=sampler, log=log, stop=StopSignal(log.path, done),
+        device=device, dtype=dtype, answer_keys=answer_keys, read_answer=read_answer, generate=generate)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------
@@ -255,18 +263,14 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
         seed = stable_hash(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
-    # Where there are more engines than prompts, a prompt's n responses are asked for in several parts; a
-    # fork's own sampling gets them whole.
-    engines = 1 if run.generate else rank_and_ranks()[1] // args.machine.tensor_parallel
-    work, parts = split_requests(work, n, engines)
-    mine = share_of_rank(work, args.machine.tensor_parallel)
     options = dict(stop=stop) if stop else {}  # a fork's function need not know stops
-    samples = (run.generate or generate)(run, mine, args.temperature, **options)
-    samples = gather_shares(samples, args.machine.tensor_parallel)
-    groups = []
-    for first in range(0, len(samples), parts):
-        groups.append(sum(samples[first:first + parts], []))
-    run.log.sampled += sum(len(response.response_ids) for group in groups for response in group)
+
+    def sample_share(mine):
+        return (run.generate or generate)(run, mine, args.temperature, **options)
+
+    # a fork's own function gets all n responses of a prompt at once
+    groups = on_all_engines(sample_share, work, n, args.machine.tensor_parallel, split=not run.generate)
+    run.log.sampled_tokens += sum(len(response.response_ids) for group in groups for response in group)
     return groups
 
 
@@ -364,20 +368,21 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
-    exact = run.dtype == torch.float32
-    first = run.log.first_diff = run.log.first_diff or average
-    if exact:
-        wrong = largest > samplers.MAX_LOGP_DIFF or average > 0.5
+    if not run.log.first_diff:
+        run.log.first_diff = average  # this is the first step
+    first = run.log.first_diff
+    if run.dtype == torch.float32:
+        wrong = largest > samplers.MAX_LOGP_DIFF
     else:
         wrong = average > min(0.5, max(0.1, 5 * first))
+        if average > 0.05:
+            print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     if wrong:
         raise UserError(f"sampler and trainer disagree: their log-probs differ by up to {largest:.2g}, "
                         f"{average:.2g} on average, {first:.2g} in the first step (in float32 at most "
                         f"{samplers.MAX_LOGP_DIFF} is allowed). Either --sampler computes this model "
                         "otherwise, or its weights or its prefix cache are stale, or tokens that it did not "
                         "write have no mask 0.")
-    if not exact and average > 0.05:
-        print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     return dict(logp_diff_max=largest, logp_diff_mean=average, logp_nan=invalid)
 
 
@@ -416,7 +421,8 @@ def evaluate(run: Run, step: int) -> None:
                 metrics[f"eval/{name}/greedy"] = summary(greedy[name]).get("pass@1", math.nan)
             verdicts[name] = [verdict for verdict, _ in evaluate_benchmark(run, name, problems)]
             metrics |= {f"eval/{name}/{metric}": value for metric, value in summary(verdicts[name]).items()}
-    if len(rates := [value for name, value in metrics.items() if name.endswith("/pass@1")]) > 1:
+    rates = [value for name, value in metrics.items() if name.endswith("/pass@1")]
+    if len(rates) > 1:
         metrics["eval/mean/pass@1"] = mean(rates)
     run.log.evaluation(step, metrics, verdicts, greedy)
 

@@ -23,9 +23,8 @@ import tyro
 
 import common
 from engine.base import UserError, write_atomically
-from engine.builtin import SMOLLM2
 from engine.metrics import few_answers, mean, summary
-from engine.options import Shared, make_args, out_of_range
+from engine.options import SMOLLM2, Shared, make_args, out_of_range
 from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run
 from engine.samplers import VLLMSampler, check_engine

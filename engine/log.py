@@ -41,7 +41,7 @@ class Log(RunFolder):
         # groups: a dict of each prompt; updates: the means of each optimizer step; sums: [sum, weight] of
         # each name, of the step that is being computed
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
-        self.began, self.sampled = now(), 0  # sampled: tokens
+        self.began, self.sampled_tokens = now(), 0
         seconds.clear()
 
     def open_boards(self, steps_done: int) -> None:
@@ -151,7 +151,7 @@ class Log(RunFolder):
             free, total = torch.cuda.mem_get_info()
             metrics["peak_memory_gib"] = (total - free) / 2 ** 30
         updated = sum(len(r.prompt_ids) + len(r.response_ids) for r in trained)
-        for name, tokens in dict(sample=self.sampled, update=updated).items():
+        for name, tokens in dict(sample=self.sampled_tokens, update=updated).items():
             metrics[f"tokens_per_second/{name}"] = tokens / max(seconds[name], 1e-9)
         took = now() - self.began  # other: what belongs to no phase
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():

@@ -15,24 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import cached_file
 
 from engine.base import UserError, first_line, stable_hash
-from engine.ranks import print0
-from engine.builtin import SMOLLM2_MODEL, TOYS
 from engine.data import read_template
+from engine.logprobs import ChunkedHead, PackedHead, PlainHead
+from engine.options import SMOLLM2_MODEL, TOYS
+from engine.ranks import print0
 
 # Masks and angles that older checkpoints hold, though the model computes them: they change nothing
 BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_state)$")
 # Names of classes with a head for the next token, or with none: then it is the tied embedding, or missing
 LANGUAGE_MODEL = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|"
                             "^(?!.*(For|Reward|Heads)).*Model$")
-PACKED = ("llama", "mistral", "qwen2", "qwen3")  # model types that logprobs.py may pack
-# and those whose logits it may compute by chunks, with fused attention; any other type: engine/probe.py
-CHUNKED = tuple("""
-    ministral ministral3 phi phi3 olmo olmo2 olmo3 smollm3 gemma gemma3_text gemma4_text
-    granitemoehybrid granitemoe glm glm4 glm4_moe qwen2_moe qwen3_moe olmoe mixtral phimoe deepseek_v2
-    deepseek_v3 qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear lfm2 lfm2_moe nemotron_h jamba
-    bamba falcon_h1 olmo_hybrid stablelm nemotron starcoder2 gpt2 gpt_neox opt exaone4 hunyuan_v1_dense
-    ernie4_5 ernie4_5_moe seed_oss arcee apertus helium bitnet
-    """.split())
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
@@ -213,3 +205,42 @@ def weights_digest(model) -> int:
     """Hash of the first 256 values of every parameter: it identifies the weights in any folder or file."""
     parameters = model.named_parameters()
     return stable_hash([(name, p.shape, p.detach().flatten()[:256].tolist()) for name, p in parameters])
+
+
+# ------------------------------------------- how a model may be computed -----------------------------------
+# Types of models for which tests/test_architectures.py shows that a fast way computes what the model's own
+# code does. logprobs.py may pack the first ones; of the second ones it may take logits by chunks, with fused
+# attention. Any other type is computed in the slow way that is right by definition: full logits, plain
+# ("eager") attention, prompts of one length. Whoever trains another type adds it and runs that test.
+PACKED = ("llama", "mistral", "qwen2", "qwen3")
+CHUNKED = tuple("""
+    ministral ministral3 phi phi3 olmo olmo2 olmo3 smollm3 gemma gemma3_text gemma4_text
+    granitemoehybrid granitemoe glm glm4 glm4_moe qwen2_moe qwen3_moe olmoe mixtral phimoe deepseek_v2
+    deepseek_v3 qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear lfm2 lfm2_moe nemotron_h jamba
+    bamba falcon_h1 olmo_hybrid stablelm nemotron starcoder2 gpt2 gpt_neox opt exaone4 hunyuan_v1_dense
+    ernie4_5 ernie4_5_moe seed_oss arcee apertus helium bitnet
+    """.split())
+# Entries of a config that change logits or attention scores in ways which only the model's own code knows
+SCALES = re.compile("softcap|logit_scale|logits_scal")
+
+
+def is_fast(config) -> bool:
+    """Whether the tests show that fused attention, chunks of logits and padded prompts compute it rightly."""
+    text = config.get_text_config()
+    scales = [value for name, value in text.to_dict().items() if SCALES.search(name)]
+    return text.model_type in PACKED + CHUNKED and set(scales) <= {None, 1}
+
+
+def trainers_way(model, plain: bool, max_length: int) -> tuple[type, str]:
+    """(head, attention) with which to train. plain: full logits. max_length: of prompt and response, in
+    tokens; rows are not packed where a window is shorter."""
+    text = model.config.get_text_config()
+    if not is_fast(model.config):
+        print0(f"{text.model_type}: no test shows a faster way, so the trainer uses full logits and eager "
+               "attention")
+        return PlainHead, "eager"
+    if plain:
+        return PlainHead, "sdpa"
+    if text.model_type in PACKED and max_length <= (getattr(text, "sliding_window", None) or max_length):
+        return PackedHead, "packed"
+    return ChunkedHead, "sdpa"

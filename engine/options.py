@@ -21,7 +21,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from engine.base import UserError
-from engine.builtin import SMOLLM2, TOY, TOYS
 from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run, script_name
 
@@ -85,7 +84,7 @@ class Machine(Shared):
     """Steps between checkpoints. One is also written before an evaluation, and after a step in which Ctrl-C,
     SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came (torchrun waits for 30 s: see its --shutdown-timeout). 0: only
     after such a signal."""
-    keep: Count = 2
+    keep_checkpoints: Count = 2
     """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
     """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
@@ -171,6 +170,28 @@ def bad_flags(args) -> list[str]:
         (machine.offload != "none" and not cuda,
          f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
     return [sentence for wrong, sentence in table if wrong]
+
+
+# ----------------------------------------- options of the built-in models ----------------------------------
+# A script's last lines add what suits its own method's options.
+ROOT = Path(__file__).parent.parent
+TOY_MODEL = str(ROOT / "toy")
+# --model: the two toys have the same problems and options (toy/README.md)
+TOYS = {"": TOY_MODEL, "toy": TOY_MODEL, "toy_even": str(ROOT / "toy/even")}
+SMOLLM2_MODEL = str(ROOT / "smollm2")
+# Without --model: the toy, a thousand times smaller than the papers' models, so with a larger learning rate.
+TOY = dict(dataset="toy", eval="train,toy_test", steps=60, eval_every=20, eval_samples=8, checkpoint_every=10,
+           sampler="hf", prompts_per_batch=16, votes=16, train_samples=8, max_prompt_tokens=128,
+           max_new_tokens=128, micro_tokens=4096, lr=2e-4, num_minibatches=2, eval_temperature=1.0,
+           eval_top_p=1.0, eval_greedy=True, log_texts=1000)  # all of a step's prompts
+# --model smollm2, a real pretrained model that toy/make_smollm2.py makes: these beside the toy's.
+SMOLLM2 = dict(
+    dataset="smollm2", eval="smollm2_test,smollm2_ood", prompt="examples/prompts/few_shot.txt",
+    max_prompt_tokens=192, max_new_tokens=40, prompts_per_batch=8, votes=16, train_samples=8, steps=16,
+    eval_every=0, eval_samples=2, checkpoint_every=4, lr=1e-5, micro_tokens=768,
+    # a processor that multiplies matrices in bfloat16 does so seven times as fast as in float32
+    dtype="bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "auto",
+    num_minibatches=1, kl_coef=0.0)
 
 
 # ---------------------------------------------------- command line ------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from engine.base import timed
 from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
 from engine.logprobs import PackedHead, head_logprobs
-from engine.probe import trainers_way
+from engine.models import trainers_way
 
 # -------------------------------------------------- micro-batches -------------------------------------------
 def plan_micro_batches(prompts: list[int], responses: list[int], groups: list[int], ranks: int, budget: int,
@@ -52,14 +52,16 @@ def balance_over_ranks(part: list[int], prompts, responses, groups, ranks: int,
     """(micro-batches, sizes) of a round: each response, the longest first, goes to the rank where it makes
     the smallest micro-batch."""
     micros, sizes = [[] for _ in range(ranks)], [0.0] * ranks
-    longest = [{} for _ in range(ranks)]  # response to a prompt: the first that the rank has got
+    longest = [{} for _ in range(ranks)]  # {prompt: length of the longest response that the rank has got}
     for i in sorted(part, key=lambda i: -responses[i]):
-        wider = []
-        for size, of in zip(sizes, longest):
-            more = padding * (of[groups[i]] - responses[i]) if groups[i] in of else prompts[i]
-            wider.append(size + responses[i] + more)
-        rank = wider.index(min(wider))
-        sizes[rank] = wider[rank]
+        new_sizes = []  # of each rank's micro-batch, if it got this response
+        for size, longest_of in zip(sizes, longest):
+            if groups[i] in longest_of:
+                new_sizes.append(size + responses[i] + padding * (longest_of[groups[i]] - responses[i]))
+            else:
+                new_sizes.append(size + responses[i] + prompts[i])
+        rank = new_sizes.index(min(new_sizes))
+        sizes[rank] = new_sizes[rank]
         micros[rank].append(i)
         longest[rank].setdefault(groups[i], responses[i])
     return [sorted(micro, key=lambda i: groups[i]) for micro in micros], sizes
@@ -268,18 +270,14 @@ class Policy:
         partial.rename(folder)
 
 
-def memory_settings(machine, cuda: bool) -> dict:
-    """Policy's micro_tokens and gradient_checkpointing. auto recomputes activations on a GPU: a third more
-    compute in the update. With memory to spare --gradient_checkpointing off is faster."""
-    recompute = cuda if machine.gradient_checkpointing == "auto" else machine.gradient_checkpointing == "on"
-    return dict(micro_tokens=machine.micro_tokens or 8192, gradient_checkpointing=recompute)
-
-
-def load_policies(models: list, device, dtype, machine, max_length: int, adapt=None,
-                  **memory) -> tuple[Policy, Policy | None]:
-    """(the policy, the reference) of one model that was loaded twice; loaded once, there is no reference.
-    memory: of `memory_settings`."""
-    options = dict(plain=machine.plain, max_length=max_length, **memory)
+def load_policies(models: list, device, dtype, machine, max_length: int,
+                  adapt=None) -> tuple[Policy, Policy | None]:
+    """(the policy, the reference) of one model that was loaded twice; loaded once, there is no reference."""
+    recompute = machine.gradient_checkpointing == "on"
+    if machine.gradient_checkpointing == "auto":
+        recompute = device.type == "cuda"  # where memory is short; with some to spare "off" is faster
+    options = dict(plain=machine.plain, max_length=max_length, gradient_checkpointing=recompute,
+                   micro_tokens=machine.micro_tokens or 8192)
     policy = Policy(models[0], device, dtype, offload=machine.offload == "optimizer", adapt=adapt, **options)
     if len(models) < 2:
         return policy, None

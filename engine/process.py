@@ -19,8 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from engine.base import UserError
-from engine.builtin import SMOLLM2, TOY
-from engine.options import parse
+from engine.options import SMOLLM2, TOY, parse
 from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
 
 

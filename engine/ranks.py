@@ -104,6 +104,17 @@ def gather_shares(results: list, per_engine: int = 1) -> list:
     return [shares[i % engines][i // engines] for i in range(items)]
 
 
+def on_all_engines(sample, work: list[tuple], n: int, per_engine: int, split: bool = True) -> list[list]:
+    """n responses to each (prompt, request) of the work, in its order, on every rank.
+
+    sample: makes the responses to one engine's share. per_engine: the number of ranks that share an engine.
+    split: whether a prompt's responses may come from several engines."""
+    engines = rank_and_ranks()[1] // per_engine if split else 1
+    requests, parts = split_requests(work, n, engines)
+    groups = gather_shares(sample(share_of_rank(requests, per_engine)), per_engine)
+    return [sum(groups[first:first + parts], []) for first in range(0, len(groups), parts)]
+
+
 def split_requests(work: list[tuple], n: int, engines: int) -> tuple[list[tuple], int]:
     """(the requests of n samples each, split; how many each became). work: (prompt, request).
 

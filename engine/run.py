@@ -71,7 +71,7 @@ def save_when_due(run, step: int, optimizer) -> None:
     every, last = run.args.machine.checkpoint_every, step == run.total_steps
     signaled = max(all_gather(run.stop.number))  # it may have reached one rank alone
     if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
-        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep, run.state)
+        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep_checkpoints, run.state)
         run.stop.saved = step  # where a signal in an evaluation may end the run
     if signaled and not last:
         print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "

@@ -9,6 +9,7 @@ import os
 import re
 from contextlib import nullcontext
 from itertools import chain, groupby, islice
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine import vllm_cpu
 from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
 from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
-from engine.models import load_model
-from engine.probe import eager_logprobs, is_fast, probe_requests, sample_probe
+from engine.logprobs import PlainHead, head_logprobs
+from engine.models import is_fast, load_model
 
 # Entries of a config that is refused with vLLM on a GPU
 UNTRIED = re.compile("num_.*experts$|^n_.*experts$|^kv_lora_rank$")
@@ -78,6 +79,39 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
     if not difference.max() <= largest or difference.mean() > average:  # NaN, too
         raise UserError(f"{name} computes log-probs up to {float(difference.max()):.2g} off those of the "
                         f"trainer for {kind}.")
+
+
+def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
+    """What the heads and a policy need to know of a response."""
+    return SimpleNamespace(prompt_ids=prompt_ids, response_ids=response_ids, length=len(response_ids),
+                           mask=None, advantage=0.0, old_logp=None, ref_logp=None)
+
+
+def probe_requests(model) -> list[Request]:
+    """A few tokens behind two short prompts that begin alike. Rows of the longer one end at other times,
+    which a cache must survive. Tokens are from the middle of the vocabulary: its ends are special ones."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = [(vocabulary // 2 + 5 * i) % vocabulary for i in range(7)]
+    return [Request(ids[:3], 2, 0, 2), Request(ids, 2, 1, 6), Request(ids, 2, 1, 3)]
+
+
+def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
+    """(responses that the sampler makes, its log-probs of their tokens [T])."""
+    groups = sampler.generate(requests, 1.0)
+    pairs = [(request.prompt_ids, sample) for request, group in zip(requests, groups) for sample in group]
+    return ([probe_response(prompt_ids, sample.response_ids) for prompt_ids, sample in pairs],
+            torch.cat([sample.logprobs for _, sample in pairs]))
+
+
+@torch.no_grad()
+def eager_logprobs(model, responses: list) -> torch.Tensor:
+    """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
+    model.set_attn_implementation("eager")
+    head = PlainHead(model)
+    own = torch.cat([torch.stack(head_logprobs(head, [r], model.device)).cpu() for r in responses], 1)
+    if not own.isfinite().all():
+        raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
+    return own
 
 
 # ------------------------------------------------------ vLLM -----------------------------------------------

@@ -28,9 +28,10 @@ import torch
 
 import common
 from common import Rollout
-from engine import builtin, options, process
+from engine import options, process
 from engine.base import Sample
 from engine.models import load_model
+from engine.options import TOY_MODEL
 from engine.policy import Policy
 from engine.run_folder import read_metrics
 
@@ -164,7 +165,7 @@ def untimed(lines: list[dict]) -> list[dict]:
 # ---------------------------------------------- policies, rollouts -----------------------------------------
 def make_policy(model=None, trainable=True, dtype=torch.float32, **options) -> Policy:
     options = {"max_length": 192, **options}
-    model = load_model(str(model or builtin.TOY_MODEL))
+    model = load_model(str(model or TOY_MODEL))
     return Policy(model, torch.device("cpu"), dtype, trainable, **options)
 
 
@@ -205,7 +206,7 @@ def llama(tmp_path_factory):
     """A randomly initialised model of another architecture (untied head) with the toy's tokenizer."""
     from transformers import AutoTokenizer
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = AutoTokenizer.from_pretrained(builtin.TOY_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
     stop = tokenizer.eos_token_id
     tiny_model("Llama", folder, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, head_dim=32,
                max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.02,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import builtin
+from engine import options
 from evol_rl import Embedder
 
 
@@ -26,7 +26,7 @@ def double_model(path: str):
 
 def model_with(seen, weights: dict[str, torch.Tensor]):
     """Transformers' own model in float64 with these weights."""
-    model = double_model(seen.args.model or builtin.TOY_MODEL)
+    model = double_model(seen.args.model or options.TOY_MODEL)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -398,7 +398,7 @@ def gradient_is_the_objectives(seen, objective=objective, through=None) -> None:
     for update in seen.updates:
         loss, logged = objective(seen, update)
         loss.backward()
-        model = double_model(seen.args.model or builtin.TOY_MODEL)
+        model = double_model(seen.args.model or options.TOY_MODEL)
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         expected = through(seen, update, expected) if through else expected
         assert relative_error(update.clipped, expected) < 1e-4

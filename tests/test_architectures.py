@@ -16,10 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine.base import Request, UserError
 from engine.run_folder import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
-from engine.models import CHUNKED, PACKED, load_model, read_config
+from engine.models import CHUNKED, PACKED, is_fast, load_model, read_config
 from engine.options import Machine
-from engine.probe import eager_logprobs, is_fast, sample_probe
-from engine.samplers import HFSampler, check_engine, load_sampler
+from engine.samplers import HFSampler, check_engine, eager_logprobs, load_sampler, sample_probe
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())

@@ -7,7 +7,7 @@ import torch
 from conftest import fresh_state, run_toy
 
 import common
-from engine import builtin
+from engine import options
 from answers import classes as equivalence_classes
 from engine.base import UserError
 import dynamic_rl
@@ -164,7 +164,7 @@ def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tm
     assert "loss" not in line and "grad_norm" not in line and line["skipped_updates"] == 0
     for name, value in expected.items():
         assert line.get(name) == value, name
-    before, after = fresh_state(builtin.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
+    before, after = fresh_state(options.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
     assert all(torch.equal(weight.float(), after[name].float()) for name, weight in before.items())
 
 

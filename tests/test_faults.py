@@ -105,7 +105,7 @@ def assert_same_runs(out, whole):
 def whole(tmp_path_factory):
     """The uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    finish(out, keep=9)
+    finish(out, keep_checkpoints=9)
     return out
 
 

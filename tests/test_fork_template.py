@@ -14,7 +14,7 @@ from engine.log import Log
 fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
 # Four of eight problems in a step, so each comes up again; a later step may depend on the first two, which
 # another run resumes. Give your own flags, too, with values that are no defaults.
-SHORT = dict(votes=8, train_samples=8, prompts_per_batch=4, steps=5, checkpoint_every=1, keep=5,
+SHORT = dict(votes=8, train_samples=8, prompts_per_batch=4, steps=5, checkpoint_every=1, keep_checkpoints=5,
              max_new_tokens=96)
 
 

@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 from transformers import AutoTokenizer
 
 import ttrl
-from engine import builtin, options, process
+from engine import options, process
 from engine.base import UserError
 from engine.samplers import HFSampler
 
@@ -63,12 +63,12 @@ def test_shards_are_cast_and_buffers_are_not(trainable, stored):
 
 def test_the_sampler_gets_what_is_saved(tmp_path):
     """The float32 masters, rounded once to the compute type."""
-    original = fresh_state(builtin.TOY_MODEL)
+    original = fresh_state(options.TOY_MODEL)
     with one_rank():
         policy = make_policy(dtype=torch.bfloat16)
         policy.score_old(random_rollouts(3), 1.0)
         sent = dict(policy.named_tensors())
-        policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(builtin.TOY_MODEL))
+        policy.save(tmp_path / "final", AutoTokenizer.from_pretrained(options.TOY_MODEL))
     assert json.loads((tmp_path / "final/config.json").read_text())["dtype"] == "bfloat16"
     rounded = {name: tensor.bfloat16() for name, tensor in original.items()}
     torch.testing.assert_close({name: sent[name] for name in original}, rounded, rtol=0, atol=0)

@@ -191,8 +191,8 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
 
 
 def test_an_options_name_that_every_run_has_is_refused():
-    args = dataclasses.make_dataclass("Args", [("keep", float, 0.9)], bases=(common.Args,))
-    with pytest.raises(common.UserError, match="^Args has the option 'keep', but that is the name of"):
+    args = dataclasses.make_dataclass("Args", [("offload", float, 0.9)], bases=(common.Args,))
+    with pytest.raises(common.UserError, match="^Args has the option 'offload', but that is the name of"):
         parse(args)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import Rollout
 from engine import logprobs, policy as policy_module
-from engine.builtin import TOY_MODEL
+from engine.options import TOY_MODEL
 from engine.models import load_model
 from engine.policy import plan_micro_batches
 

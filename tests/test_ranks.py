@@ -23,8 +23,8 @@ import ttrl
 
 FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_per_batch 4 "
          "--max_new_tokens 64 --eval_samples 2 --eval_every 0 --checkpoint_every 0 --lr 1e-3 --eval=").split()
-CROSSING = ("--steps 4 --checkpoint_every 1 --keep 9 --votes 4 --train_samples 4 --prompts_per_batch 2 "
-            "--num_minibatches 2 --max_new_tokens 64 --lr 1e-4 --eval=").split()
+CROSSING = ("--steps 4 --checkpoint_every 1 --keep_checkpoints 9 --votes 4 --train_samples 4 "
+            "--prompts_per_batch 2 --num_minibatches 2 --max_new_tokens 64 --lr 1e-4 --eval=").split()
 OWN = {  # scripts whose budget has other names
     "restrain": "--prompt_weighting online".split(),
     "ettrl": "--trunks 2 --forks 2 --branches 2".split(),

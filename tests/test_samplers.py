@@ -16,14 +16,14 @@ from transformers import AutoTokenizer
 
 import common
 import ttrl
-from engine import builtin, samplers
+from engine import samplers
 from engine.base import Request, UserError, stable_hash
 from engine.data import encode_prompt, load_problems
-from engine.options import Machine, has_vllm
+from engine.options import TOY_MODEL, Machine, has_vllm
 from engine.samplers import HFSampler, VLLMSampler, draw, uniform_numbers
 
 CPU = torch.device("cpu")
-TOY = builtin.TOY_MODEL
+TOY = TOY_MODEL
 TOKENIZER = AutoTokenizer.from_pretrained(TOY)
 STOP = [TOKENIZER.eos_token_id]
 QUESTIONS = [problem.question for problem in load_problems("toy")[:4]]

@@ -432,7 +432,7 @@ def test_how_it_is_evaluated(flags, watch):
 def test_run_folder(watch, tmp_path, monkeypatch):
     """Checkpoints every so many steps and at the end, the last ones kept."""
     monkeypatch.chdir(tmp_path)
-    seen = watch("ttrl", steps=5, checkpoint_every=2, keep=2, **TINY)
+    seen = watch("ttrl", steps=5, checkpoint_every=2, keep_checkpoints=2, **TINY)
     names = [path.name for path in sorted((seen.out / "checkpoints").iterdir())]
     assert names == ["step_00000004", "step_00000005"]
     assert not (watch("ttrl", checkpoint_every=0, **TINY).out / "checkpoints").exists()

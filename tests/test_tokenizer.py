@@ -10,7 +10,7 @@ from conftest import make_policy, run_toy, tiny_model, untimed
 from transformers import AutoTokenizer
 
 import ttrl
-from engine.builtin import TOY_MODEL
+from engine.options import TOY_MODEL
 from engine.data import SUFFIX, SYSTEM, load_problems
 
 TOKENS = json.loads((Path(TOY_MODEL) / "config.json").read_text())["vocab_size"]

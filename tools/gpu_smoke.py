@@ -26,14 +26,13 @@ from importlib import metadata
 from pathlib import Path
 from unittest import SkipTest
 
-from engine import builtin  # first: it sets what torch reads when it is loaded
+from engine import options  # first: it sets what torch reads when it is loaded
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.logprobs import packed_attention
-from engine.options import has_vllm
 
 GIB = 2 ** 30
 
@@ -95,7 +94,7 @@ def versions(model: Path) -> str:
     text = ", ".join([f"{name} {installed[name]}" for name in names if name in installed])
     if CUDA:
         text += f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    if has_vllm():
+    if options.has_vllm():
         command = [sys.executable, "-c", RUNNER, str(model)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         text += f", vLLM's second model runner: {(done.stdout.split() or ['unknown'])[-1]}"
@@ -136,7 +135,7 @@ def make_model(folder: Path, size: str) -> None:
                          bos_token_id=None, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(builtin.TOY_MODEL) / name, folder)
+        shutil.copy(Path(options.TOY_MODEL) / name, folder)
 
 
 def steps(out: Path, flags: list[str], ranks: int = 1) -> list[dict]:
@@ -155,7 +154,7 @@ def steps(out: Path, flags: list[str], ranks: int = 1) -> list[dict]:
 def trained(out: Path, flags: list[str], ranks: int = 1, like: Path | None = None, keep: int = 1) -> str:
     """What a run's second step was like. `like`: another run, whose first step it must repeat. keep: 2 if it
     will be resumed; else its checkpoints are removed."""
-    first, last = steps(out, [*flags, "--keep", str(keep)], ranks)[-2:]
+    first, last = steps(out, [*flags, "--keep_checkpoints", str(keep)], ranks)[-2:]
     if keep == 1:
         shutil.rmtree(out / "checkpoints")
     text = (f"logp_diff mean {last['logp_diff_mean']:.1e}, max {last['logp_diff_max']:.1e}; gradient norm "
@@ -197,12 +196,12 @@ def checks(folder: Path, size: str, quick: bool):
     yield "hf", partial(trained, folder / "hf", hf, keep=2)
     yield "hf, --resume", partial(resumed, folder / "hf")
     yield "hf, --plain", partial(again, folder / "plain", [*hf, "--plain"])
-    if has_vllm():
+    if options.has_vllm():
         yield "vllm", partial(trained, folder / "vllm", vllm, keep=2)
     if CUDA:
         yield "hf, no entropy term", partial(trained, folder / "entropy", [*hf, "--entropy_coef", "0"])
-    if Path(builtin.SMOLLM2_MODEL).is_dir() and CUDA:  # a pretrained model
-        sampler = ["--sampler", "vllm" if has_vllm() else "hf"]
+    if Path(options.SMOLLM2_MODEL).is_dir() and CUDA:  # a pretrained model
+        sampler = ["--sampler", "vllm" if options.has_vllm() else "hf"]
         yield "SmolLM2", partial(trained, folder / "smollm2", SMOLLM2 + sampler)
     if quick:
         return
@@ -211,7 +210,7 @@ def checks(folder: Path, size: str, quick: bool):
     yield "hf, two ranks", partial(again, folder / "two", hf, 2)
     if CUDA:  # without a GPU the slow tests try these
         yield "hf, two, --offload", partial(again, folder / "offload2", hf + offload, 2)
-    if CUDA and has_vllm():
+    if CUDA and options.has_vllm():
         yield "vllm, --resume", partial(resumed, folder / "vllm")
         yield "vllm, two ranks", partial(trained, folder / "vllm2", vllm, 2)
         yield "vllm, parallel", partial(trained, folder / "parallel", [*vllm, "--tensor_parallel", "2"], 2)

@@ -11,7 +11,7 @@ import random
 from importlib import util
 from pathlib import Path
 
-from engine.builtin import SMOLLM2_MODEL
+from engine.options import SMOLLM2_MODEL
 
 FOLDER = Path(SMOLLM2_MODEL)
 

@@ -142,15 +142,18 @@ def cell(lines: list[dict], column: str, problems: int) -> str:
 
 
 def table(lines: list[dict], toys: list[str], columns: dict[str, int] = COLUMNS) -> str:
-    """Markdown of stored lines: a row for each name, a column for each toy and column, changed lines last."""
+    """Markdown of stored lines: a row for each name, a column for each toy and column; of one toy also the
+    changed lines."""
     heads = [f"{toy}: {column}" if len(toys) > 1 else column for toy in toys for column in columns]
-    text = [f"| | {' | '.join(heads)} | changed lines |", "|---" * (len(heads) + 2) + "|"]
+    heads += ["changed lines"] if len(toys) == 1 else []
+    text = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name in dict.fromkeys(line["row"] for line in lines if line["toy"] in toys):
         cells, row = [], [line for line in lines if line["row"] == name]
         for toy in toys:
             of_toy = [line for line in row if line["toy"] == toy]
             cells += [cell(of_toy, column, problems) for column, problems in columns.items()]
-        text.append(f"| {name} | {' | '.join(cells)} | {row[0]['lines'] or '–'} |")
+        cells += [row[0]["lines"] or "–"] if len(toys) == 1 else []
+        text.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(text)
 
 

@@ -27,7 +27,7 @@ demo: .venv-lab/made
 lab: .venv-lab/made
 	$(LAB)/jupyter lab docs/lesson.ipynb
 
-# The same on a real pretrained model: docs/measured.md
+# The same on a real pretrained model: docs/hardware.md
 real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 

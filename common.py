@@ -109,7 +109,7 @@ class Args:
     sampling engine or checkpoints, is in `machine`."""
     model: str = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy. smollm2: a real model of
-    135M parameters that comes as a pip package (docs/measured.md). Both have defaults of their own, which
+    135M parameters that comes as a pip package (docs/hardware.md). Both have defaults of their own, which
     --help shows behind the paper's."""
     dataset: str = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/data.md)."""

@@ -18,7 +18,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
 # Prompt and response must fit; the other models of the pages have 32k and more
 CONTEXT = {"Qwen/Qwen2.5-Math": 4096, "deepseek-ai/deepseek-math": 4096}
-KNOWN_FLAGS = ("nproc-per-node shutdown-timeout signals-to-handle nnodes node-rank master-addr "  # torchrun's
+KNOWN_FLAGS = ("nproc-per-node shutdown-timeout numa-binding signals-to-handle nnodes node-rank "
+               "master-addr "  # torchrun's
                "durations").split()  # pytest's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

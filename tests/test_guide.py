@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,7 +12,6 @@ import pytest
 from conftest import ROOT, SMALL, run_toy
 
 import common
-import ttrl
 from engine.options import options_dict, parse
 
 GUIDE = (ROOT / "docs/fork.md").read_text()
@@ -55,18 +53,8 @@ WORKS = [  # what the page says that a command shows, of what it prints; in the 
     lambda found: found["unclear_so_far"] and 0 < found["unclear_so_far"][1] < found["unclear_so_far"][3]]
 
 
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory):
-    """The folder of ttrl.py's own run on the data with weights."""
-    folder = tmp_path_factory.mktemp("ttrl")
-    rows = (ROOT / "toy/train.jsonl").read_text().replace("}", ', "weight": 0}')
-    (folder / "weighted.jsonl").write_text(rows)
-    run_toy(ttrl, folder / "run", **TINY | dict(steps=2, dataset=str(folder / "weighted.jsonl")))
-    return folder / "run"
-
-
 @pytest.mark.parametrize("number", range(len(WORKS)))
-def test_the_guide_was_followed(number, tmp_path, monkeypatch, unchanged):
+def test_the_guide_was_followed(number, tmp_path, monkeypatch):
     assert len(STEPS) == len(WORKS) == GUIDE.count("```diff") == GUIDE.count("It works if")
     works, (diff, commands) = WORKS[number], STEPS[number]
     monkeypatch.chdir(tmp_path)
@@ -84,18 +72,3 @@ def test_the_guide_was_followed(number, tmp_path, monkeypatch, unchanged):
         else:
             printed(line, tmp_path)
     assert works(printed(last, tmp_path)), last
-    folder = Path(re.search(r"runs/\w+", last)[0])
-    shutil.rmtree(folder)
-    shutil.copytree(unchanged, folder)
-    assert not works(printed(last, tmp_path))  # of ttrl.py without the diff
-
-
-def test_ttrls_rule_for_gpqa_is_a_diff_that_applies():
-    """The last standalone letter of the upper-cased text, the article "a" among them."""
-    page = (ROOT / "docs/recipes/ttrl.md").read_text()
-    diff = re.search(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
-    script, fork = applied(diff, (ROOT / "ttrl.py").read_text()), {"__name__": "gpqa"}
-    exec(script, fork)
-    texts = ["The answer is (C).", "B, which is a guess.", "\\boxed{d}", "42"]
-    assert [fork["last_letter"](text, None) for text in texts] == ["C", "A", "D", None]
-    assert "read_answer=last_letter" in script

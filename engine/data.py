@@ -12,7 +12,7 @@ import os
 import random
 import re
 import sys
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from answers import LETTERS, equal, extract_answer, gold_answers
 from engine.base import UserError, first_line, stable_hash
 from engine.ranks import print0
 
-# size: the problems that it is known to have; some sets are counted with their duplicates
-Benchmark = namedtuple("Benchmark", "hub_id split size question answer configs", defaults=(0, "", "", [None]))
+Benchmark = namedtuple("Benchmark", "hub_id split question answer configs", defaults=("", "", [None]))
 GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 MATH = tuple("algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
              "precalculus".split())
@@ -30,30 +29,30 @@ STEM = ("abstract_algebra astronomy college_biology college_chemistry college_co
         "elementary_mathematics high_school_biology high_school_chemistry high_school_computer_science "
         "high_school_mathematics high_school_physics high_school_statistics machine_learning").split()
 BENCHMARKS = {
-    # all six papers
-    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, "problem", "answer"),
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, "problem", "answer"),
-    # EVOL-RL, SCRL, RESTRAIN, Dynamic RL
-    "aime25": Benchmark("math-ai/aime25", "test", 30, "problem", "answer"),
-    # TTRL, EVOL-RL, SCRL, ETTRL: 2022 and 2023; RESTRAIN, Dynamic RL: the AMC23 of Qwen2.5-Math's evaluation
-    "amc": Benchmark("AI-MO/aimo-validation-amc", "train", 83, "problem", "answer"),
-    "amc23": Benchmark("math-ai/amc23", "test", 40, "question", "answer"),
-    # SCRL, RESTRAIN; RESTRAIN; RESTRAIN, with the 18 subjects of Qwen2.5-Math's evaluation
-    "minerva": Benchmark("math-ai/minervamath", "test", 272, "question", "answer"),
-    "olympiad": Benchmark("math-ai/olympiadbench", "test", 675, "question", "final_answer"),
-    "mmlu_stem": Benchmark("cais/mmlu", "test", 3018, "question", "answer", ("all",)),
-    # EVOL-RL, RESTRAIN: diamond; SCRL: all 448 (appendix B.1)
-    "gpqa": Benchmark("Idavidrein/gpqa", "train", 198, "Question", GPQA[0], ("gpqa_diamond",)),
-    "gpqa_main": Benchmark("Idavidrein/gpqa", "train", 448, "Question", GPQA[0], ("gpqa_main",)),
-    # for training: EVOL-RL, Dynamic RL; RESTRAIN (DAPO-14k); Dynamic RL; Dynamic RL
-    "math_train": Benchmark("EleutherAI/hendrycks_math", "train", 7500, "problem", "solution", MATH),
-    "dapo": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", 14_116, "prompt", "solution", ("en",)),
-    "dapo_17k": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", 17_398, "prompt", "solution", ("all",)),
-    "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
+    # all six papers: 500 and 30 problems
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", "problem", "answer"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", "problem", "answer"),
+    # EVOL-RL, SCRL, RESTRAIN, Dynamic RL: 30
+    "aime25": Benchmark("math-ai/aime25", "test", "problem", "answer"),
+    # TTRL, EVOL-RL, SCRL, ETTRL: 83, of 2022 and 2023; RESTRAIN, Dynamic RL: Qwen2.5-Math's AMC23, 40
+    "amc": Benchmark("AI-MO/aimo-validation-amc", "train", "problem", "answer"),
+    "amc23": Benchmark("math-ai/amc23", "test", "question", "answer"),
+    # SCRL, RESTRAIN: 272; RESTRAIN: 675; RESTRAIN: 3,018 of the 18 subjects of Qwen2.5-Math's evaluation
+    "minerva": Benchmark("math-ai/minervamath", "test", "question", "answer"),
+    "olympiad": Benchmark("math-ai/olympiadbench", "test", "question", "final_answer"),
+    "mmlu_stem": Benchmark("cais/mmlu", "test", "question", "answer", ("all",)),
+    # EVOL-RL, RESTRAIN: 198, diamond; SCRL: all 448 (appendix B.1)
+    "gpqa": Benchmark("Idavidrein/gpqa", "train", "Question", GPQA[0], ("gpqa_diamond",)),
+    "gpqa_main": Benchmark("Idavidrein/gpqa", "train", "Question", GPQA[0], ("gpqa_main",)),
+    # for training: EVOL-RL, Dynamic RL: 7,500; RESTRAIN: DAPO-14k; Dynamic RL: 17,398, and 40,315
+    "math_train": Benchmark("EleutherAI/hendrycks_math", "train", "problem", "solution", MATH),
+    "dapo": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", "prompt", "solution", ("en",)),
+    "dapo_17k": Benchmark("open-r1/DAPO-Math-17k-Processed", "train", "prompt", "solution", ("all",)),
+    "deepscaler": Benchmark("agentica-org/DeepScaleR-Preview-Dataset", "train", "problem", "answer"),
 }
 TOY = Path(__file__).parent.parent / "toy"
-TOYS = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
-        for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
+TOY_FILES = {name + part: TOY.parent / name / f"{part[1:] or 'train'}.jsonl"
+             for name in ("toy", "smollm2") for part in ("", "_test", "_ood")}  # smollm2's: by `make smollm2`
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 # Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
 QUESTIONS = ("question", "problem", "prompt", "messages")
@@ -63,16 +62,15 @@ REFUSED = re.compile(
     r"(instruction|input|body|context|passage|paragraph|article|document|story|table|schema|support|tool|"
     r"function|history|option|distractor\d?|audio|video|image|picture|figure)s?(_\d+)?|background|"
     r"system(_prompt|_message)?|(option|choice)_?[a-j1-9]|op[a-d]|[a-d]", re.IGNORECASE)
-PLAIN = (str, int, float, type(None))  # what a cell may hold
+TEXT_OR_NUMBER = (str, int, float, type(None))
 # Text that a program has written, or a model: which part of it is meant, only its author knows
-CODED = re.compile(r"""\s*[\[{][\[{\s]*["']""")
+JSON_TEXT = re.compile(r"""\s*[\[{][\[{\s]*["']""")
+# A choice that speaks of others by their letter or place is wrong in another order
+FIXED_ORDER = re.compile(r"(?i:\b(above|below|both|neither|(all|none) of)\b)|\b[A-J],? (and|or|&) ")
 # name:config:split@revision of the Hub
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
 Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
-# Names of columns: the question's, the answer's, those that are refused in a row that fills them, and all
-# that hold something in any row
-Columns = namedtuple("Columns", "question answer refused filled")
 
 
 # ----------------------------------------------- a run's data ---------------------------------------------
@@ -104,8 +102,10 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
 
 def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) -> None:
     """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    sources = {name: part for name, part in {"--dataset": problems, **benchmarks}.items() if part}
-    prompts = {f"first problem of {name}": sources[name][0].prompt_ids for name in [*sources][:1]}
+    prompts = {}
+    for name, part in {"--dataset": problems, **benchmarks}.items():
+        if part and not prompts:
+            prompts[f"first problem of {name}"] = part[0].prompt_ids
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)
@@ -158,58 +158,55 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "", t
     is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
     control: the pattern of tokens that a prompt may not hold (models.control_tokens); there is no tokenizer
     here, and tokens are counted in read_rows. Raises UserError, with the row, on what cannot be used."""
-    source, file, rows = _read(name, train)
-    columns = _find_columns(name, source, rows, question_field, answer_field)
-    problems, doubts = {}, defaultdict(list)
+    source, rows = _read(name, train)
+    filled = _filled_columns(rows)
+    question, answer = _find_columns(name, source, filled, question_field, answer_field)
+    # who names the question's column has decided to leave the rest out
+    named = question_field or name in BENCHMARKS
+    refused = [] if named else [column for column in filled if REFUSED.fullmatch(column)]
+    problems, warnings = {}, defaultdict(list)
     for number, row in enumerate(rows, 1):
         try:
-            text, before, golds, choices = _read_row(row, columns)
+            text, before, golds, choices = _read_row(row, question, answer, refused)
             prompt = "\n".join([text, *(content for _, content in before)])
             if token := control and control.search(prompt):
                 raise UserError(f"it holds {token[0]!r}, a control token of --model, which would begin or "
                                 "end a turn; take it out, or give --prompt plain if the data brings a "
                                 "template.")
         except UserError as error:
-            raise UserError(f"{file}, row {number}: {error}") from None
+            raise UserError(f"{source}, row {number}: {error}") from None
         # one that no response can give would count every response as wrong
-        answer, *also_right = [*filter(_comes_back, golds)] or [None]
+        usable = [*filter(_comes_back, golds)]
+        first_gold, *also_right = usable or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
-        problem = Row(text.strip(), answer, len(problems), choices, before, [], also_right, row)
+        problem = Row(text.strip(), first_gold, len(problems), choices, before, [], also_right, row)
         first = problems.setdefault((problem.question, *before), problem)
-        if columns.answer and not golds:
-            doubts["have no gold answer"].append(number)
-        if not all(map(_comes_back, golds)):
-            doubts["have an answer that fits in no \\boxed{} and is not used"].append(number)
-        if answer != first.answer and not equal(answer, first.answer):
-            doubts["are duplicates with another gold answer"].append(number)
+        if answer and not golds:
+            warnings["have no gold answer"].append(number)
+        if len(usable) < len(golds):
+            warnings["have an answer that fits in no \\boxed{} and is not used"].append(number)
+        if first_gold != first.answer and not equal(first_gold, first.answer):
+            warnings["are duplicates with another gold answer"].append(number)
     problems = [*problems.values()]
-    print0(f"{name}: {_loading_line(problems, source, columns, len(rows))}")
-    for doubt, numbers in doubts.items():
-        print0(f"Warning: {name}: {len(numbers)} rows {doubt}, the first is {file}, row {numbers[0]}")
+    golds = [problem.answer for problem in problems if problem.answer is not None]
+    chats = sum(bool(problem.before) for problem in problems)
+    unused = [column for column in filled if column not in (question, answer, "choices", *GPQA)]
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'"
+           f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}; "
+           f"{len(golds)} of them have a gold answer (column {answer or 'none'}: "
+           f"{', '.join(map(repr, golds[:2])) or 'none'}); {len(rows) - len(problems)} duplicates removed; "
+           f"columns not used: {', '.join(unused) or 'none'}")
+    for warning, numbers in warnings.items():
+        print0(f"Warning: {name}: {len(numbers)} of {len(rows)} rows {warning}, as row {numbers[0]}.")
     return problems
 
 
-def _find_columns(name: str, source: str, rows, question_field: str, answer_field: str) -> Columns:
-    """The columns that flags, the benchmark or usual names tell. Raises UserError if one holds nothing."""
+def _filled_columns(rows: list[dict]) -> list[str]:
+    """The columns that hold something in any row."""
     filled = []
     for row in rows:
         filled += [column for column in row if column not in filled and _is_filled(row[column])]
-    benchmark = BENCHMARKS.get(name, Benchmark(name, None))
-    question, answer = question_field or benchmark.question, answer_field or benchmark.answer
-    # who names the question's column has decided to leave the rest out
-    refused = [] if question else [*filter(REFUSED.fullmatch, filled)]
-    # the last: only for the sentence below, which needs a name
-    question = question or _usual(QUESTIONS, filled) or QUESTIONS[0]
-    answer = answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
-    for column in filter(None, (question, answer)):
-        if column not in filled:
-            raise UserError(f"{source} has no column '{column}' that holds anything (columns: "
-                            f"{', '.join(filled)}); --question_field and --answer_field name others.")
-    return Columns(question, answer, refused, filled)
-
-
-def _usual(names: tuple[str, ...], columns: list[str]) -> str:
-    return next((column for name in names for column in columns if column.lower() == name), "")
+    return filled
 
 
 def _is_filled(value) -> bool:
@@ -217,55 +214,79 @@ def _is_filled(value) -> bool:
     return str(value).strip() not in ("", "None", "nan", "[]", "{}")
 
 
-def _read_row(row: dict, columns: Columns) -> tuple[str, list[tuple[str, str]], list[str], int]:
+def _find_columns(name: str, source: str, filled: list[str], question: str, answer: str) -> tuple[str, str]:
+    """(the question's column, the answer's, "" for none): those given, the benchmark's, or usual ones.
+
+    Raises UserError if one of them holds nothing."""
+    benchmark = BENCHMARKS.get(name, Benchmark(name, None))
+    question = question or benchmark.question or _usual(QUESTIONS, filled)
+    answer = answer or benchmark.answer or (GPQA[0] if GPQA[1] in filled else _usual(ANSWERS, filled))
+    if missing := {question, answer} - {*filled, ""} or not question:
+        wanted = f"'{min(missing)}'" if question else f"{', '.join(QUESTIONS[:-1])} or {QUESTIONS[-1]}"
+        raise UserError(f"{source} has no column {wanted} that holds anything (columns: "
+                        f"{', '.join(filled)}); --question_field and --answer_field name others.")
+    return question, answer
+
+
+def _usual(names: tuple[str, ...], columns: list[str]) -> str:
+    return next((column for name in names for column in columns if column.lower() == name), "")
+
+
+def _read_row(row: dict, question: str, answer: str,
+              refused: list[str]) -> tuple[str, list[tuple[str, str]], list[str], int]:
     """(question, turns before it, gold answers, number of choices). Raises UserError."""
-    for column in columns.refused:
+    for column in refused:
         if _is_filled(row.get(column)):
             raise UserError(f"column '{column}' may be part of the question; put all of it into one column "
-                            "(recipes: docs/data.md), or leave it out by --question_field "
-                            f"{columns.question}.")
-    text, before = _turns(row.get(columns.question), columns.question)
-    options, right = row.get("choices"), row.get(columns.answer)
+                            f"(recipes: docs/data.md), or leave it out by --question_field {question}.")
+    text, before = _turns(row.get(question), question)
+    options, right = row.get("choices"), row.get(answer)
     if GPQA[1] in row:
-        # its first option is the right one, so column and index are known
+        # its first option is the right one, so column and index are known, and no order is kept
         options, right = [row.get(column) for column in GPQA], 0
-    if _is_filled(options):
-        return _with_choices(text, before, options, right, columns.answer)
-    return text, before, _golds(right, columns.answer), 0
+    if not _is_filled(options):
+        return text, before, _golds(right, answer), 0
+    text, golds, choices = _with_choices(text, options, right, answer or "answer", GPQA[1] in row)
+    return text, before, golds, choices
 
 
 def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
     """(the question, the turns before it) of text, or of a chat that ends with the user's turn."""
     chat = value if isinstance(value, list) else [dict(role="user", content=value)]
-    turns = []
-    for turn in chat:
-        keys = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
-        if keys == {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
-            turns.append((turn["role"], turn["content"]))
-    texts = [text for _, text in turns if isinstance(text, str) and not CODED.match(text)]
-    if not turns or len(texts) < len(chat) or turns[-1][0] != "user":
+    if not chat or not all(map(_is_turn, chat)) or chat[-1]["role"] != "user":
         raise UserError(f"column '{column}' must hold a text (no JSON in it), or a chat: turns with a role "
                         "and a text as content, no image and no tool, the last of them the user's.")
-    return texts[-1], turns[:-1]
+    turns = [(turn["role"], turn["content"]) for turn in chat]
+    return turns[-1][1], turns[:-1]
 
 
-def _with_choices(text: str, before: list, options, right, column: str):
-    """What `_read_row` returns, with lettered choices in the question and the right one's letter as gold.
+def _is_turn(turn) -> bool:
+    filled = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
+    if filled != {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
+        return False
+    return isinstance(turn["content"], str) and not JSON_TEXT.match(turn["content"])
 
-    They are shuffled (GPQA's first is right) with a seed of the question's own, alike in every run."""
+
+def _with_choices(text: str, options, right, column: str,
+                  first_is_right: bool) -> tuple[str, list[str], int]:
+    """(the question with lettered choices, the letters of the right ones, the number of choices).
+
+    They are shuffled with a seed of the question's own, alike in every run, unless one speaks of others."""
     texts = {}  # by index, which stays where an option is empty
-    if isinstance(options, list) and all(type(option) in PLAIN for option in options):
+    if isinstance(options, list) and all(type(option) in TEXT_OR_NUMBER for option in options):
         texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
-    is_index = type(right) is int and right in texts or right is None  # True is no index
-    if not is_index or max(texts, default=99) >= len(LETTERS):
-        raise UserError(f"its choices must be a list of at most {len(LETTERS)} texts, and column "
-                        f"'{column or 'answer'}' the index of the right one, from 0, not {right!r:.40} "
-                        "(recipes: docs/data.md).")
-    order = random.Random(stable_hash("choices", text)).sample([*texts], len(texts))
+    if not 0 < len(texts) <= len(LETTERS):
+        raise UserError(f"column 'choices' must hold a list of at most {len(LETTERS)} texts (recipes: "
+                        f"docs/data.md), not {options!r:.40}.")
+    if right is not None and not (type(right) is int and right in texts):  # True is no index
+        raise UserError(f"column '{column}' must hold the index of the right one of the choices, from 0 to "
+                        f"{len(options) - 1} (recipes: docs/data.md), not {right!r:.40}.")
+    order = [*texts]
+    if first_is_right or not any(map(FIXED_ORDER.search, texts.values())):
+        order = random.Random(stable_hash("choices", text)).sample(order, len(order))
     letters = [*zip(LETTERS, order)]
-    text = "\n".join([text, "", *(f"{letter}. {texts[i]}" for letter, i in letters)])
     golds = [letter for letter, i in letters if texts[i] == texts.get(right)]  # equal choices are all right
-    return text, before, golds, len(texts)
+    return "\n".join([text, "", *(f"{letter}. {texts[i]}" for letter, i in letters)]), golds, len(texts)
 
 
 def _golds(value, column: str) -> list[str]:
@@ -273,8 +294,8 @@ def _golds(value, column: str) -> list[str]:
     value = value.get("ground_truth", value) if isinstance(value, dict) else value
     for item in value if isinstance(value, list) else [value]:
         is_rounded = isinstance(item, float) and abs(item) >= 2**53  # a whole number without its last digits
-        is_coded = CODED.match(str(item)) or "<answer>" in str(item)
-        if type(item) not in PLAIN or is_rounded or is_coded:
+        is_json = JSON_TEXT.match(str(item)) or "<answer>" in str(item)
+        if type(item) not in TEXT_OR_NUMBER or is_rounded or is_json:
             raise UserError(f"column '{column}' must hold a text (no JSON in it), a number below 2**53, or "
                             f"a list of these, any of which is right, not {item!r:.60} (docs/data.md).")
     return gold_answers(value)
@@ -282,69 +303,56 @@ def _golds(value, column: str) -> list[str]:
 
 def _comes_back(gold: str) -> bool:
     """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
-    return len(gold) <= 300 and equal(gold, extract_answer(f"\\boxed{{{gold}}}"))
-
-
-def _loading_line(problems: list[Row], source: str, columns: Columns, n_rows: int) -> str:
-    """What was read and from which columns, the first gold answers and usual words, and what was not used."""
-    used = {columns.question, columns.answer}
-    if any(problem.choices for problem in problems):
-        used |= {"choices", *GPQA}
-    unused = [column for column in columns.filled if column not in used]
-    chats = sum(bool(problem.before) for problem in problems)
-    golds = [problem.answer for problem in problems if problem.answer is not None]
-    # "proof" or "not found" as an answer is often a remark: the numbers of rows show it
-    words = Counter(gold for gold in golds if len(gold) > 1 and gold.replace(" ", "").isalpha())
-    shown = [*map(repr, golds[:2]), *(f"{n} times {word!r}" for word, n in words.most_common(3))]
-    answer = f"answer column '{columns.answer}'" if columns.answer else "no answer column"
-    return (f"{len(problems)} problems from {source}, question column '{columns.question}'"
-            f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}, "
-            f"{answer} ({len(golds)} gold answers: {', '.join(shown) or 'none'}), "
-            f"{n_rows - len(problems)} duplicates removed; columns not used: {', '.join(unused) or 'none'}")
+    boxed = extract_answer(f"\\boxed{{{gold}}}")
+    return len(gold) <= 300 and (boxed == gold or equal(gold, boxed))
 
 
 # -------------------------------------------------- files -------------------------------------------------
-def _read(name: str, train: bool) -> tuple[str, str, list[dict]]:
-    """(what is read, in words; how errors name it; its rows) of a benchmark, Hub data set or local file.
+def _read(name: str, train: bool) -> tuple[str, list[dict]]:
+    """(what is read, as errors name it; its rows) of a benchmark, Hub data set or local file.
 
     Where a Hub id names no split, --dataset reads train, and --eval test."""
-    path, usual = TOYS.get(name) or Path(os.path.expanduser(name)), "train" if train else "test"
+    path = TOY_FILES.get(name) or Path(os.path.expanduser(name))
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(BENCHMARKS[name])
     if (path / "state.json").is_file():
-        return str(path), str(path), _ask("load_from_disk", str(path))
+        return str(path), _ask("load_from_disk", str(path))
     # a name may hold a colon, so files are looked for as they are written
     if path.is_file() and path.suffix.lower() in FILES:
-        return str(path), str(path), _read_file(path)
+        return str(path), _read_file(path)
     hub = HUB_ID.fullmatch(name)
     # what looks like a file is a mistyped one: the Hub would be asked in vain
     if not hub or path.exists() or name[0] in "/.~" or name.lower().endswith((*FILES, ".gz", ".tsv")):
-        raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOYS])}, a Hub id "
-                        "owner/name, owner/name:config:split or owner/name@revision, and here a "
+        raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOY_FILES])}, a Hub "
+                        "id owner/name, owner/name:config:split or owner/name@revision, and here a "
                         f"{', '.join(FILES)} file (unpack a .gz, make a .csv of a .tsv) or a folder that "
                         "`save_to_disk` wrote, with its state.json.")
     hub_id, config, split, revision = hub.groups()
-    return _read_hub(Benchmark(hub_id, split or usual, configs=(config or None,)), revision)
+    split = split or ("train" if train else "test")
+    return _read_hub(Benchmark(hub_id, split, configs=(config or None,)), revision)
 
 
-def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, str, list[dict]]:
+def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, list[dict]]:
     """What `_read` returns, of a benchmark or a data set of the Hub."""
-    source, rows = benchmark.hub_id, []
+    rows = []
     for config in benchmark.configs:
-        rows += _ask("load_dataset", source, config, split=benchmark.split, revision=revision)
-    subjects = STEM if benchmark is BENCHMARKS["mmlu_stem"] else ()
-    rows = [row for row in rows if not subjects or row["subject"] in subjects]
-    return f"{source}, split {benchmark.split}", source, rows
+        rows += _ask("load_dataset", benchmark.hub_id, config, split=benchmark.split, revision=revision)
+    if benchmark is BENCHMARKS["mmlu_stem"]:
+        rows = [row for row in rows if row["subject"] in STEM]
+    return f"{benchmark.hub_id}, split {benchmark.split}", rows
 
 
-def _ask(function: str, source: str, *args, **options):
-    """What a function of `datasets` returns; of a data set its rows, as they are stored. Raises UserError, as
-    the errors of `datasets` are of many kinds."""
+def _ask(function: str, source: str, *args, **options) -> list[dict]:
+    """The rows that a function of `datasets` reads, as they are stored. Raises UserError, as the errors of
+    `datasets` are of many kinds."""
     try:
         import datasets  # not above: it takes half a second, and text does without
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
-        data = getattr(datasets, function)(source, *args, **options)
-        return data.with_format("arrow")[:].to_pylist() if isinstance(data, datasets.Dataset) else data
+        table = getattr(datasets, function)(source, *args, **options).with_format("arrow")[:]
+        for i, column in enumerate(table.schema):
+            if column.type == "float":  # of 32 bits: as text it is 0.1, as a Python float 0.10000000149011612
+                table = table.set_column(i, column.name, table[i].cast("string"))
+        return table.to_pylist()
     except ImportError:
         raise UserError(f"{source} is read by a library: pip install datasets.") from None
     except Exception as error:
@@ -360,20 +368,21 @@ def _read_file(path: Path) -> list[dict]:
     kind, rows = path.suffix.lower(), []
     if kind in (".parquet", ".arrow"):
         return _ask("load_dataset", kind[1:], data_files=str(path), split="train")
+    place = " as a JSON list (a file of JSON lines is a .jsonl)" if kind == ".json" else ""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            # `rows` grows line by line, so that an error can say behind which row it was
             if kind == ".json":
                 rows = json.load(file)
-            elif kind == ".jsonl":
-                rows += (json.loads(line) for line in file if line.strip())
-            else:
+            elif kind == ".csv":
                 rows = _read_csv(file)
+            else:
+                for line in filter(str.strip, file):
+                    place = f" in row {len(rows) + 1}"
+                    rows.append(json.loads(line))
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it must hold a list of objects")
     except (ValueError, OSError, csv.Error) as error:
-        behind = f" behind row {len(rows)}" if kind == ".jsonl" else ""
-        raise UserError(f"{path} cannot be read{behind}: {first_line(error)}.") from None
+        raise UserError(f"{path} cannot be read{place}: {first_line(error)}.") from None
     return rows
 
 

@@ -128,8 +128,8 @@ class PackedHead(ChunkedHead):
         rest and its responses.
 
         A response's last token predicts nothing: it is left out. `shared`: the length of what all begin with.
-        `groups`: of each prompt the length of its rest; `unpack` [responses, longest], which token behind the
-        prompt stands where in (right-padded) rows; and `pack`, where in those rows each token stands.
+        `groups`: of each prompt the length of its rest; the (responses, longest) of right-padded rows of what
+        is behind it; and `pack`, where in those rows, one behind the other, each token stands.
         `predict_from`: of each response token the one before it."""
         columns = zip(*[rollout.prompt_ids[:-1] for rollout in rollouts])  # no rest is empty
         shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))
@@ -145,9 +145,9 @@ class PackedHead(ChunkedHead):
                 positions += range(len(prompt), len(prompt) + len(tokens))
                 input_ids += response_ids
                 places.append(tokens - first)
-            unpack = pad_sequence(places, batch_first=True, padding_value=-1)
-            pack = (unpack.flatten() >= 0).nonzero().squeeze(-1)
-            groups.append((len(prompt) - shared, unpack.clamp(min=0), pack))
+            places = pad_sequence(places, batch_first=True, padding_value=-1)
+            pack = (places.flatten() >= 0).nonzero().squeeze(-1)
+            groups.append((len(prompt) - shared, places.shape, pack))
         inputs = dict(input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([positions]))
         return inputs | dict(packing=(shared, groups)), torch.tensor(predict_from)
 
@@ -176,19 +176,21 @@ def packed_attention(module, query, key, value, attention_mask, packing=None, sc
     sizes = [size for length, _, pack in groups for size in (length, len(pack))]
     begin, *parts = zip(*[x.split([shared, *sizes], dim=2) for x in (query, key, value)])
     out = [attend(*begin)] if shared else []
-    for (_, unpack, pack), rest, responses in zip(groups, parts[::2], parts[1::2]):
+    for (_, size, pack), rest, responses in zip(groups, parts[::2], parts[1::2]):
         prompt = [torch.cat(pair, 2) for pair in zip(begin[1:], rest[1:])]  # its keys and values
         out.append(attend(rest[0], *prompt))
         if not len(pack):  # all responses are one token long
             continue
         rows = []
         for x in responses:
-            table = x[0].transpose(0, 1).flatten(1)                      # [tokens, heads * d]
-            # embedding is indexing, table[unpack], with a faster gradient
-            rows.append(F.embedding(unpack, table).unflatten(-1, x.shape[1::2]).transpose(1, 2))
+            tokens = x[0].transpose(0, 1)                                # [tokens, heads, d]
+            # Each token has one place: no gradient has to sort, as those of indexing and F.embedding do.
+            padded = tokens.new_zeros(*size, *tokens.shape[1:])
+            padded = padded.flatten(0, 1).index_copy(0, pack, tokens).unflatten(0, size)
+            rows.append(padded.transpose(1, 2))
         q, *own = rows                                                   # [responses, heads, longest, d]
         k, v = [torch.cat([x.expand(len(q), -1, -1, -1), row], 2) for x, row in zip(prompt, own)]
-        out.append(F.embedding(pack, attend(q, k, v)))
+        out.append(attend(q, k, v).index_select(0, pack))
     return torch.cat(out)[None].unflatten(-1, query.shape[1::2]), None
 
 

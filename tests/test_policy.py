@@ -103,10 +103,10 @@ def test_packed_rows_by_hand():
     shared, groups = inputs["packing"]
     assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 8, 4]] and shared == 2
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 2]]
-    (length, unpack, pack), (other_length, nothing, no_place) = groups
-    assert (length, other_length) == (1, 1) and nothing.shape == (1, 0) and len(no_place) == 0
-    # attention sees the rows 5 6 and 8, as indices of the tokens 5 6 8, which stand in them at 0, 1 and 2
-    assert unpack.tolist() == [[0, 1], [2, 0]] and pack.tolist() == [0, 1, 2]
+    (length, size, pack), (other_length, nothing, no_place) = groups
+    assert (length, other_length) == (1, 1) and nothing == (1, 0) and len(no_place) == 0
+    # attention sees the rows 5 6 and 8 -, in which the tokens 5 6 8 stand at 0, 1 and 2
+    assert size == (2, 2) and pack.tolist() == [0, 1, 2]
     # 5 6 7 are predicted by tokens 2 3 4, 8 9 by 2 5, 4 by 6
     assert predict_from.tolist() == [2, 3, 4, 2, 5, 6]
     # a prompt that is another's beginning keeps its last token, which predicts

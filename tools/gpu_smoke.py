@@ -114,7 +114,7 @@ def attention(dtype: torch.dtype, most: float) -> str:
         inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
         exact = [x.detach().float().requires_grad_() for x in inputs]
         places = torch.arange(response, device=device)
-        packing = shared, [(rest, places[None], places)]
+        packing = shared, [(rest, (1, response), places)]
         found, _ = packed_attention(None, *inputs, None, packing=packing, scaling=128 ** -0.5)
         with sdpa_kernel(SDPBackend.MATH):
             keys, values = [x.repeat_interleave(7, 1) for x in exact[1:]]

@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError
+from engine.base import UserError, enter, on_enter, place
 from engine.options import SMOLLM2, TOY, parse
-from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 
 
 def start_processes(options: dict, train: bool = True,
@@ -36,7 +40,7 @@ def start_processes(options: dict, train: bool = True,
     if libc and os.environ.get("RANK"):
         # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
         libc.prctl(1, signal.SIGTERM)
-    cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
+    cuda, (rank, ranks) = torch.cuda.is_available(), rank_and_ranks()
     bf16 = options["dtype"] == "bfloat16" or options["dtype"] == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
@@ -46,8 +50,20 @@ def start_processes(options: dict, train: bool = True,
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         # a rank may wait for another that samples or scores much longer responses
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6),
+        timeout = timedelta(seconds=from_torchrun("GLOO_TIMEOUT_SECONDS", 6 * 3600))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout,
                                 device_id=device if cuda else None)
+        if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
+            dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
+    if ranks > 1:
+        on_enter[:] = [partial(_get_default_store().set, f"rank {rank}")]
+        enter(place[0])
+        if cuda:
+            threading.Thread(target=watch, daemon=True).start()
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads one of them
+        if "expandable_segments:True" not in os.environ.get(name, "expandable_segments:True"):
+            print0(f"Warning: {name} is exported without expandable_segments:True; micro-batches of many "
+                   "shapes then leave gaps in the GPU's memory, which runs out earlier.")
     same_on_all_ranks({f"--{name}": value for name, value in options.items()})
     if hasattr(libc, "mallopt") and not cuda:
         # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
@@ -64,11 +80,6 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     rank, _ = rank_and_ranks()
     try:
         main(parse(args_class, toy, smollm2))
-    except torch.OutOfMemoryError as error:
-        error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
-                       "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
-                       "--resume continues from the newest checkpoint.")
-        raise
     except SystemExit as stop:
         # a stop by a signal, which is clean; but vLLM, torn down by Python, prints an error of CUDA
         if "vllm" in sys.modules and isinstance(stop.code, int):
@@ -80,12 +91,41 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
             time.sleep(5)
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
+                           "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
+                           "--resume continues from the newest checkpoint.")
+        get_error_handler().record_exception(error)  # for torchrun
+        logging.exception(f"In phase {place[0]}:")
+        if on_enter:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                logging.error(places())
+        leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
     if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
         if "vllm" not in sys.modules:  # its groups, graphs and memory pools are left to the system
             dist.destroy_process_group()
         leave(0)
+
+
+def places() -> str:
+    """In which phase each rank is, and since when: in a hang, whom the others wait for."""
+    store, told = _get_default_store(), []
+    for rank in range(rank_and_ranks()[1]):
+        told.append(f"rank {rank} {store.get(f'rank {rank}').decode()}")
+    return "Phases: " + ", ".join(told)
+
+
+def watch(seconds: float = 600) -> None:
+    """Print where all ranks are whenever this one has been in the same phase for so long: NCCL's timeout,
+    which comes later, ends the process without Python."""
+    while True:
+        before = place[0]
+        time.sleep(seconds)
+        if place[0] == before:
+            logging.error(places())
 
 
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers

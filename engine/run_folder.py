@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import platform
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from engine.base import UserError, stable_hash, write_atomically
-from engine.ranks import all_gather, on_rank_0, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, on_all_ranks, on_rank_0, rank_and_ranks, same_on_all_ranks
 
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -41,14 +42,15 @@ class RunFolder:
         # this start
         self.identity, self.earlier = {}, {}
         self.record = describe(options, ranks, device)
-        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        for work in (lambda: self.rank or self._open(), self._log_warnings):
+            on_all_ranks(work, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
         # a --resume that is refused must leave run.json as it was, so that it is refused again
         self.identify(identity, write=not self.earlier)
 
     def _open(self) -> None:
         """Refuse a folder that is not this run's, and lock it, before anything slow."""
         out, wrong = self.path, f"--out is '{self.path}', "
-        files = set(os.listdir(out)) if out.is_dir() else set()
+        files = {name for name in os.listdir(out) if name[:5] != "rank_"} if out.is_dir() else set()
         if self.options["resume"]:
             run = read_run(out)
             self.earlier = run["identity"]
@@ -70,6 +72,14 @@ class RunFolder:
         script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
         if script.suffix == ".py" and script.is_file():
             shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
+
+    def _log_warnings(self) -> None:
+        """The libraries' warnings, and tracebacks, also go to a file of this rank."""
+        self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not see rank 0's
+        logging.captureWarnings(True)
+        file = logging.StreamHandler((self.path / f"rank_{self.rank}.log").open("a"))
+        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", handlers=[file, logging.lastResort],
+                            force=True)
 
     def identify(self, content: dict[str, int], write: bool = True) -> None:
         """Keep in run.json what all ranks must share, and a resumed run with the one before it.

@@ -5,6 +5,7 @@ The transformers model is for machines without vLLM, and faster than it for tiny
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
@@ -66,6 +68,9 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
             sampler.load(policy.named_tensors())
         probe = sample_probe(sampler, probe_requests(model))
     except Exception as error:
+        if of_the_machine(error):
+            raise
+        logging.exception(f"{name}'s own error:")
         raise UserError(f"{name} does not run {kind}. It says: {type(error).__name__} "
                         f"{first_line(error)}") from None
     responses, logprobs = all_gather(probe)[0]
@@ -79,6 +84,12 @@ def check_engine(sampler, machine, exact: bool, policy=None) -> None:
     if not difference.max() <= largest or difference.mean() > average:  # NaN, too
         raise UserError(f"{name} computes log-probs up to {float(difference.max()):.2g} off those of the "
                         f"trainer for {kind}.")
+
+
+def of_the_machine(error: Exception) -> bool:
+    """Whether memory, a disk, the network or the install failed, so that another sampler is no cure."""
+    kinds = (torch.OutOfMemoryError, torch.AcceleratorError, DistError, MemoryError, OSError, ImportError)
+    return isinstance(error, kinds) or "NCCL" in str(error)
 
 
 def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
@@ -125,6 +136,7 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
         options = dict(gpu_memory_utilization=machine.gpu_memory, enable_sleep_mode=True,
                        disable_custom_all_reduce=machine.tensor_parallel > 1,
                        compilation_config=dict(pass_config=dict(fuse_allreduce_rms=False)),
+                       enable_flashinfer_autotune=False,  # of kernels that no dense model has
                        hf_overrides=dict(head_dtype="float32"))
     else:
         # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
@@ -158,9 +170,10 @@ class VLLMSampler:
                     trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
                     tensor_parallel_size=machine.tensor_parallel,
                     **vllm_options(machine, max_length, self.cuda))
-        except ImportError:  # a broken install is no matter of the model
-            raise
         except Exception as error:
+            if of_the_machine(error):
+                raise
+            logging.exception("vLLM's own error:")
             text = " ".join(str(error).replace("gpu_memory_utilization", "--gpu_memory").split())
             kind = self.model.config.model_type
             raise UserError(f"vLLM does not start with --model, which is of the type {kind}; give --sampler "

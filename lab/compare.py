@@ -3,6 +3,7 @@
     python -m lab.compare my_idea.py                   # trains seeds 1 to 5, then prints the table
     python -m lab.compare --on even my_idea.py         # on the toy where nothing corrects the vote
     python -m lab.compare "my_idea.py --kappa 4"       # with switches; a fork of examples/ is made first
+    python -m lab.compare "my_idea.py --steps 10"      # a short trial, beside TTRL's of ten steps
 
 The stored rows are toy/results.csv; what they and the intervals mean: docs/leaderboard.md. Ctrl-C ends the
 runs after a checkpoint; called again, the command resumes them and keeps those that are finished. Do not edit
@@ -12,9 +13,7 @@ next idea into another file.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import difflib
 import json
 import math
 import os
@@ -23,11 +22,13 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import repeat
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Literal
 
+import tyro
 from scipy import stats
+from tyro.conf import Positional
 
 from engine.base import UserError
 from engine.run_folder import code_digest, has_evaluation, read_jsonl, read_metrics
@@ -37,8 +38,8 @@ from toy.make_toy import phrases
 ROOT = Path(__file__).resolve().parent.parent
 TOYS = {"uneven": ("toy", 672293790085379022), "even": ("toy_even", 550812363883466328)}  # digest: run.json's
 # Behind the words of the command line, so that every row is evaluated alike.
-FLAGS = ("--eval toy,toy_test,toy_ood --eval_every 0 --no-eval_start --eval_greedy --eval_samples 8 "
-         "--eval_temperature 1 --eval_top_p 1 --eval_top_k 0").split()
+FLAGS = ("--eval toy_test --eval_every 0 --no-eval_start --eval_greedy --eval_samples 8 --eval_temperature 1 "
+         "--eval_top_p 1 --eval_top_k 0").split()
 COLUMNS = {"test": 1024, "fewer": 171, "pass@1": 1024, "pass@8": 1024, "learned": 256, "corrupted": 256}
 SMOLLM2 = {"train": 240, "test": 270, "out of domain": 240, "pass@1": 270, "pass@8": 270}  # of what problems
 
@@ -59,28 +60,28 @@ def is_finished(folder: Path, command: list[str]) -> bool:
 def train(jobs: dict[Path, list[str]], workers: int) -> None:
     """Run the commands {folder: command} that are not finished, `workers` at a time.
 
-    Raises UserError if one fails, a folder holds another run, or the code is edited before the last starts.
-    However this ends, no run is left behind: on SIGTERM each finishes its step and writes a checkpoint."""
+    Raises UserError if one fails, or if the code has changed since one started. However this ends, no run is
+    left behind: on SIGTERM each finishes its step and writes a checkpoint."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     waiting = [folder for folder, command in jobs.items() if not is_finished(folder, command)]
-    codes = {folder: code_digest(ROOT / command[0]) for folder, command in jobs.items()}
     running: dict[Path, subprocess.Popen] = {}
+    began = time.time()
     try:
         while waiting or running:
             if waiting and len(running) < workers:
+                for job in jobs.items():  # all are of one code, also of what was edited meanwhile
+                    is_finished(*job)
                 folder = waiting.pop(0)
-                if code_digest(ROOT / jobs[folder][0]) != codes[folder]:
-                    raise UserError(f"{jobs[folder][0]}, or code that it uses, was edited before all seeds "
-                                    "started. Undo that, or train all of them anew in another --out.")
-                log = folder.with_suffix(".txt")
-                print(f"{folder} starts (its output: {log.name}); still to start: {len(waiting)}", flush=True)
                 words = [*jobs[folder], "--out", str(folder), *["--resume"] * (folder / "run.json").is_file()]
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a") as file:  # in a session of its own, which Ctrl-C reaches through us alone
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with folder.with_suffix(".txt").open("a") as log:  # Ctrl-C reaches it through us alone
                     running[folder] = subprocess.Popen(
-                        [sys.executable, *words], cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+                        [sys.executable, *words], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
                         env=os.environ | dict(OMP_NUM_THREADS="1"))
-            time.sleep(.2)
+            time.sleep(.5)
+            steps = [f"{folder.name}: step {len(read_metrics(folder))}" for folder in running]
+            after = f"{(time.time() - began) / 60:.1f} minutes"
+            print(f"\r{after}; {'; '.join(steps)}; waiting: {len(waiting)} ", end="", flush=True)
             for folder, process in [*running.items()]:
                 if process.poll() is not None:
                     del running[folder]
@@ -96,30 +97,28 @@ def train(jobs: dict[Path, list[str]], workers: int) -> None:
 # --------------------------------------------------- rows --------------------------------------------------
 def changed_lines(script: Path) -> int:
     """Lines that a diff from ttrl.py to this script removes or adds."""
-    before, after = [path.read_text(encoding="utf-8").splitlines() for path in (ROOT / "ttrl.py", script)]
-    same = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
-    return len(before) + len(after) - 2 * sum(block.size for block in same)
+    diff = subprocess.run(["diff", "ttrl.py", script], cwd=ROOT, capture_output=True, text=True).stdout
+    return len(re.findall("^[<>]", diff, re.MULTILINE))
 
 
-def line_of(folder: Path, name: str, toy: str, seed: int, lines: int | str) -> dict:
+def line_of(folder: Path, name: str, toy: str, seed: int) -> dict:
     """A line of toy/results.csv from a finished run. Raises UserError if its model is not the shipped toy."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     if run["identity"]["the weights of --model"] != TOYS[toy][1]:
         raise UserError(f"{folder} has other weights than the stored rows' {toy} toy.")
     last, problems = read_metrics(folder)[-1], read_jsonl(ROOT / "toy/test.jsonl")
-    right = {row["benchmark"]: row for row in read_jsonl(folder / "evaluations.jsonl")}["toy_test"]["greedy"]
+    right = read_jsonl(folder / "evaluations.jsonl")[-1]["greedy"]
     fewer = [r for r, row in zip(right, problems, strict=True) if "fewer" in phrases(row["problem"])]
     values = dict(test=fmean(right), fewer=fmean(fewer)) | fates(read_jsonl(folder / "votes.jsonl"))
-    for column in ("pass@1", "pass@8"):
-        values[column] = last[f"eval/toy_test/{column}"]
+    values |= {column: last[f"eval/toy_test/{column}"] for column in ("pass@1", "pass@8")}
     shares = {column: f"{values[column]:.4f}" if column in values else "" for column in COLUMNS}
-    return dict(row=name, toy=toy, seed=seed, step=last["step"]) | shares | dict(lines=lines)
+    return dict(row=name, toy=toy, seed=seed, step=last["step"]) | shares | dict(lines="")
 
 
 def stored(path: str = "toy/results.csv") -> list[dict]:
-    """The lines of the stored rows; step 0: not trained."""
+    """The stored lines, of each row and seed the last step; step 0: not trained."""
     with (ROOT / path).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [*{(line["row"], line["toy"], line["seed"]): line for line in csv.DictReader(file)}.values()]
 
 
 def over_seeds(values: list[float]) -> float:
@@ -127,33 +126,39 @@ def over_seeds(values: list[float]) -> float:
     return float(stats.t.ppf(.975, len(values) - 1)) * stdev(values) / len(values) ** .5
 
 
+def share(value: float) -> str:
+    """Two digits of a share, which is between 0 and 1."""
+    return f"{min(max(value, 0), 1):.2f}".removeprefix("0")
+
+
 def cell(lines: list[dict], column: str, problems: int) -> str:
     """A mean, and half its 95% interval: t over the seeds and the binomial error of the problems, added in
-    squares; the latter alone for what was not trained, none of fewer than three trained seeds."""
+    squares; the latter alone for what was not trained, none of fewer than three trained seeds. An interval
+    that would leave 0 to 1 is cut there, and printed from end to end."""
     values = [float(line[column]) for line in lines if line.get(column)]
     if not values:
         return "–"
     mean, trained = fmean(values), lines[0]["step"] != "0"
-    text = f"{mean:.2f}".removeprefix("0")
     if trained and len(values) < 3:
-        return text
+        return share(mean)
     half = math.hypot(over_seeds(values) if trained else 0, 1.96 * (mean * (1 - mean) / problems) ** .5)
-    return text + f"±{half:.2f}".replace("±0", "±")
+    if .005 < half - mean or .005 < half + mean - 1:
+        return f"{share(mean)} ({share(mean - half)}–{share(mean + half)})"
+    return f"{share(mean)}±{share(half)}"
 
 
-def table(lines: list[dict], toys: list[str], columns: dict[str, int] = COLUMNS) -> str:
-    """Markdown of stored lines: a row for each name, a column for each toy and column; of one toy also the
-    changed lines."""
+def table(lines: list[dict], toys: list[str], columns: dict[str, int] = COLUMNS, names=()) -> str:
+    """Markdown of stored lines: a row for each name (all, if none is given), a column for each toy and
+    column, and of one toy the changed lines."""
     heads = [f"{toy}: {column}" if len(toys) > 1 else column for toy in toys for column in columns]
-    heads += ["changed lines"] if len(toys) == 1 else []
+    heads += ["changed lines"] * (len(toys) == 1)
     text = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name in dict.fromkeys(line["row"] for line in lines if line["toy"] in toys):
-        cells, row = [], [line for line in lines if line["row"] == name]
-        for toy in toys:
-            of_toy = [line for line in row if line["toy"] == toy]
-            cells += [cell(of_toy, column, problems) for column, problems in columns.items()]
-        cells += [row[0]["lines"] or "–"] if len(toys) == 1 else []
-        text.append(f"| {name} | {' | '.join(cells)} |")
+    for name in names or dict.fromkeys(line["row"] for line in lines if line["toy"] in toys):
+        row = [line for line in lines if line["row"] == name]
+        cells = [cell([line for line in row if line["toy"] == toy], column, problems)
+                 for toy in toys for column, problems in columns.items()]
+        cells += [row[0]["lines"] or "–"] * (len(toys) == 1)
+        text.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return "\n".join(text)
 
 
@@ -171,37 +176,41 @@ def difference(lines: list[dict], others: list[dict]) -> str:
     return f"seed by seed: {'; '.join(verdicts)}."
 
 
-def main() -> None:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m lab.compare", description=__doc__, formatter_class=shape)
-    parser.add_argument("script", type=str.split, help="a script; with switches in quotes")
-    parser.add_argument("--on", choices=TOYS, default="uneven", help="the model and its problems")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="a run for each")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, one core each")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where the runs' folders go")
-    options = parser.parse_args()
-    script, *flags = options.script
-    name, toy = " ".join([script.removesuffix(".py"), *flags]), options.on
-    jobs = {}
-    for seed in options.seeds:
-        folder = options.out.resolve() / re.sub(r"\W+", "-", f"{name} {toy} seed{seed}")
-        jobs[folder] = [script, *flags, "--seed", str(seed), "--model", TOYS[toy][0], *FLAGS]
+def main(script: Positional[str], on: Literal["uneven", "even"] = "uneven",
+         seeds: tuple[int, ...] = (1, 2, 3, 4, 5), workers: int = os.cpu_count() or 1,
+         out: Path = Path("runs/compare")) -> None:
+    """Train, then print.
+
+    Args:
+        script: a script; with switches in quotes
+        on: the model and its problems
+        seeds: a run for each
+        workers: runs at a time, one core each
+        out: where the runs' folders go
+    """
+    script, *flags = script.split()
+    name, jobs = " ".join([script.removesuffix(".py"), *flags]), {}
+    for seed in seeds:
+        folder = out.resolve() / re.sub(r"\W+", "-", f"{name} {on} seed{seed}")
+        jobs[folder] = [script, *flags, "--seed", str(seed), "--model", TOYS[on][0], *FLAGS]
     try:
         if (ROOT / f"examples/{script.removesuffix('.py')}.diff").exists():
             subprocess.run(["make", "-s", script], cwd=ROOT, check=True)
         if not (ROOT / script).is_file():
             raise UserError(f"there is no script {script}.")
-        train(jobs, max(1, options.workers))
-        counts = [changed_lines(ROOT / script), *[""] * len(jobs)]  # once a row
-        new = [line_of(*job) for job in zip(jobs, repeat(name), repeat(toy), options.seeds, counts)]
+        train(jobs, workers)
+        new = [line_of(folder, name, on, seed) for folder, seed in zip(jobs, seeds)]
     except UserError as error:
-        sys.exit(f"Error: {error}")
-    kept = [line for line in stored() if line["toy"] == toy and " --" not in line["row"]]
-    print(table(kept + new, [toy], COLUMNS))
-    print(f"{name} less TTRL", difference(new, [line for line in kept if line["row"] == "TTRL"]))
+        sys.exit(f"\nError: {error}")
+    new[0]["lines"] = changed_lines(ROOT / script)  # once a row
+    alike = " ".join(["TTRL", *flags])  # TTRL with the same switches: beside it, if it is stored
+    kept = [line for line in stored() if line["toy"] == on]
+    kept = [line for line in kept if " --" not in line["row"] or line["row"] == alike]
+    base = [line for line in kept if line["row"] == alike] or [line for line in kept if line["row"] == "TTRL"]
+    print(f"\n{table(kept + new, [on])}\n{name} less {base[0]['row']}", difference(new, base))
     print("\nIts lines of toy/results.csv:")
     csv.writer(sys.stdout, lineterminator="\n").writerows(line.values() for line in new)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, prog="python -m lab.compare", description=__doc__)

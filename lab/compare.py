@@ -154,11 +154,12 @@ def table(lines: list[dict], toys: list[str], columns: dict[str, int] = COLUMNS,
     heads += ["changed lines"] * (len(toys) == 1)
     text = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name in names or dict.fromkeys(line["row"] for line in lines if line["toy"] in toys):
-        row = [line for line in lines if line["row"] == name]
-        cells = [cell([line for line in row if line["toy"] == toy], column, problems)
-                 for toy in toys for column, problems in columns.items()]
-        cells += [row[0]["lines"] or "–"] * (len(toys) == 1)
-        text.append(f"| {name} | {' | '.join(map(str, cells))} |")
+        cells = []
+        for toy in toys:
+            row = [line for line in lines if (line["row"], line["toy"]) == (name, toy)]
+            cells += [cell(row, column, problems) for column, problems in columns.items()]
+        cells += [str(row[0]["lines"] or "–")] * (len(toys) == 1)
+        text.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(text)
 
 

@@ -1,6 +1,7 @@
 """The pages keep their word: links, files, flags exist; commands of docstrings parse; --help can be read."""
 
 import functools
+import inspect
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, launched_with
 
 import evaluate
 from engine.options import Machine, parse
+from lab import compare
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
@@ -114,7 +116,7 @@ def test_a_preset_is_what_the_script_evaluates_with(script):
 
 @each_page
 def test_every_flag_exists(page):
-    flags = {"help", *KNOWN_FLAGS}
+    flags = {"help", *KNOWN_FLAGS, *inspect.signature(compare.main).parameters}
     for tool in [ROOT / "toy/make_toy.py", *(ROOT / "lab").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         flags |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
     for name in MODULES:

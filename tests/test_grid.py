@@ -21,29 +21,21 @@ HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x on
            "broken \ud800 and \udfff \\boxed{8}", "<!--<script> {{ 7 * 7 }} & \u2028 \\boxed{<b>9</b>}"]
 
 
-def response(text, answer, own, **more):
+def response(text, answer, own):
     return dict(text=text, answer=answer, answer_class=own, reward=1.0, trained=True, advantage=0.5, tokens=9,
-                finished=True, entropy=0.25) | more
+                finished=True, entropy=0.25)
 
 
-def logged(step, responses, equal, label, **more):
+def logged(responses, equal, label, **more):
     """A line of samples.jsonl; equal: the classes of gold and of the answers."""
-    return dict(step=step, problem="What is 3 + 4?", gold="7", equal=equal, label=label, negatives=[],
+    return dict(step=1, problem="What is 3 + 4?", gold="7", equal=equal, label=label, negatives=[],
                 responses=responses) | more
-
-
-def brief(step, counts, label="wrong", **more):
-    """A line of votes.jsonl."""
-    n = sum(votes for _, votes in counts)
-    line = dict(step=step, problem="What is 3 + 4?", answer="7", n=n, counts=counts, share=counts[0][1] / n)
-    right = label == "right"
-    return line | dict(right=right, gold=0 if right else None, label=label, trained=2, flipped=None) | more
 
 
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
-    def record(gold="7.0", also=(), answers=answers, **more):
+    def record(gold="7.0", also=(), **more):
         problem = common.Problem("p", gold, also_right=list(also))
         responses = [common.Rollout([], [], torch.zeros(0), True, answer=answer) for answer in answers]
         group = dict(prompt=problem, responses=responses, classes=[0, 1, 1, None, 2, 1], trained={0, 1},
@@ -51,16 +43,12 @@ def test_a_vote_in_short_is_that_of_its_answers():
         return vote_record(group | more)
 
     found = record()
-    assert found["counts"] == [["8.0", 3], ["7", 1], ["7" * 40, 1]] and found["gold"] == 1
-    assert (found["n"], found["share"], found["right"], found["label"]) == (6, 0.5, False, "wrong")
-    assert (found["trained"], found["majority"], found["flipped"]) == (2, "8.0", None)
+    assert found["counts"] == [["8.0", 3], ["7", 1], ["7" * 40, 1]] and found["share"] == 0.5
+    assert (found["right"], found["gold"], found["label"]) == (False, 1, "wrong")
     assert record(label={0: 0.6, 1: 0.4})["label"] == "right" and record(label={})["label"] == "none"
-    other = record("1", also=["8"])
-    assert (other["label"], other["right"], other["gold"]) == ("right", True, 0)
-    unknown = record(None)
-    assert (unknown["label"], unknown["right"], unknown["gold"]) == ("given", None, None)
-    nobody = record(answers=[None, None], classes=[None, None], label={})
-    assert (nobody["counts"], nobody["share"], nobody["right"], nobody["majority"]) == ([], 0, False, None)
+    for gold, expected in (("1", (True, 0, "right")), (None, (None, None, "given"))):
+        other = record(gold, also=["8"] if gold else ())
+        assert (other["right"], other["gold"], other["label"]) == expected
 
 
 # The majorities of four problems in four steps: one is corrupted, one learned, one kept, one never right.
@@ -92,40 +80,10 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
 # -------------------------------------------------- the page -----------------------------------------------
 def test_page_marks_label_negatives_and_gold_answer():
     rows = [response("a", "6", 0), response("b", "7.0", 1), response("c", "7", 1), response("d", None, None)]
-    vote = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
+    vote = report.vote_of(logged(rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
     shown = [(c["answer"], c["votes"], c["gold"], c["weight"], c["negative"]) for c in vote["classes"]]
     assert shown == [("7.0", 2, True, 0.6, False), ("6", 1, False, 0.4, True), (None, 1, False, None, False)]
     assert [row["number"] for c in vote["classes"] for row in c["rows"]] == [2, 3, 1, 4]
-    # --labels gold: the script's class 0 is the gold answer, whoever gave it first
-    rows = [dict(row, answer_class=0 if row["answer"] in ("7", "7.0") else None) for row in rows]
-    gold = report.vote_of(logged(1, rows, [1, 0, 1, 1, None], {"0": 1.0}))
-    assert [c["weight"] for c in gold["classes"]] == [1.0, None, None]
-
-
-def test_page_gives_a_problem_one_number_and_keeps_some_texts(tmp_path):
-    other = dict(problem="1 + 1?", answer="2")
-    rows = [response("so 7", "7", 0), response("is 7", "7", 0), response("or 8", "8", 1, trained=False)]
-    samples = [logged(step, [response("x", "1", 0)], [1, 0], {}) for step in range(1, 1001)]
-    samples[20] = logged(21, rows, [0, 0, 0, 1], {"0": 1.0})  # where the responses agree least
-    votes = [brief(1, [["8", 2], ["7", 1]]), brief(1, [["2", 3]], **other),
-             brief(2, [["7", 2], ["8", 1]], "right")]
-    data = report.page_data(write_run(tmp_path / "run", ARGS, samples=samples, votes=votes))
-    assert data["run"]["told"].startswith("Majorities in training")
-    assert data["questions"] == ["What is 3 + 4?", "1 + 1?"]
-    assert [vote["problem"] for vote in data["run"]["votes"]] == [0, 1, 0]
-    assert [vote["step"] for vote in data["run"]["kept"]] == list(range(1, 1001, 20))
-    assert data["curves"] == {"Learning": {"reward": {1: 0.5, 2: 1}}}  # the loss is always 0.1
-    assert list(data["explained"]) == ["reward"] and data["opens"] == 21
-
-
-def test_the_first_sentences_are_made_of_the_runs_numbers():
-    lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
-             {"step": 9, "reward": 1},
-             {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
-    said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), "toy")
-    assert said.startswith("Right answers on test: greedy from 6% to 70%, sampled from 30% to 60%. The "
-                           "base model's majority vote (maj@32) was right on 68%. Majorities in training, ")
-    assert report.told(lines[2:], {}, "") == "Right answers on test: greedy 70%, sampled 60%. "
 
 
 @pytest.fixture
@@ -156,8 +114,9 @@ def test_nothing_in_a_response_runs(browse, tmp_path):
     rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
     texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
     own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
-    line = brief(1, [["<b>9</b>", 3]], question=texts["problem"], answer="<b>9</b>")
-    samples = [logged(1, rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
+    line = dict(step=1, n=3, counts=[["<b>9</b>", 3]], share=1.0, right=False, gold=None, label="wrong",
+                trained=2, flipped=None, problem=texts["problem"], answer="<b>9</b>")
+    samples = [logged(rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
     run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
     click = "document.querySelectorAll('.grid rect')[1].dispatchEvent(new MouseEvent('click'));"
     clicked = browse(run, click)

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -74,7 +73,9 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     """Odd equals odd: three of four responses are right (three of ten as numbers); two answers are left."""
     task = dict(answer_keys=parity, read_answer=last_digit)
     monkeypatch.setattr(common, "start", functools.partial(common.start, **task))
-    lines = run_toy(ttrl, tmp_path / "run", steps=1, eval="train", eval_samples=2)
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:64]))
+    lines = run_toy(ttrl, tmp_path / "run", steps=1, dataset=str(data), eval="train", eval_samples=2)
     for record in read_lines(tmp_path / "run/samples.jsonl"):
         odd = [response["answer"] and int(response["answer"]) % 2 for response in record["responses"]]
         votes = [value for value in odd if value is not None]
@@ -84,8 +85,9 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     assert lines[1]["distinct_answers"] <= 2 < lines[1]["distinct"] * 8 and lines[1]["batch_pass@1"] > 0.55
 
     monkeypatch.undo()
-    settings = dict(evaluate.TOY, benchmarks="toy", samples=2, max_new_tokens=64)
-    assert evaluate.main(evaluate.Args(**settings, out=str(tmp_path / "eval")), **task)["toy"]["pass@1"] > 0.6
+    settings = dict(evaluate.TOY, benchmarks=str(data), samples=2, out=str(tmp_path / "eval"))
+    (row,) = evaluate.main(evaluate.Args(**settings), **task).values()
+    assert row["pass@1"] > 0.6
 
 
 def test_answer_diversity_is_of_the_task():
@@ -102,35 +104,19 @@ def test_no_answer_and_no_gold_under_other_keys():
     assert not Problem("p", answer_keys=problem.answer_keys).is_right("Paris")
 
 
-# ------------------------------------------- (c) the script's text -----------------------------
-def test_the_run_folder_holds_the_script(tmp_path, monkeypatch):
-    script, text = tmp_path / "my_idea.py", (ROOT / "ttrl.py").read_text()
-    script.write_text(text)
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1)
-    assert (tmp_path / "run/script.py").read_text() == text
-    script.write_text(text + "\n# another idea\n")
-    run_toy(ttrl, tmp_path / "run", **TINY, checkpoint_every=1, resume=True)
-    assert (tmp_path / "run/script.py").read_text() == text
-    assert (tmp_path / "run/script-2.py").read_text() == text + "\n# another idea\n"
-
-
 # ------------------------------------------------ own problems -------------------------------------------
 def test_chats_that_end_alike_are_different_problems(tmp_path, monkeypatch):
     """In the first epoch none was seen before, and each has a vote of its own."""
-    runs, begin = [], common.start
-
-    def chats(args, **task):
-        runs.append(begin(args, **task))
-        for problem in runs[0].problems:
+    def chats(args, start=common.start, **task):
+        run = start(args, **task)
+        for problem in run.problems:
             problem.before, problem.question = [("user", problem.question)], "What is the answer?"
-        return runs[0]
+        return run
 
     monkeypatch.setattr(common, "start", chats)
     lines = run_toy(ttrl, tmp_path / "run", **SMALL | TINY | dict(steps=2))
     assert not any("flip_rate" in line for line in lines)
     assert len({vote["problem"] for vote in read_lines(tmp_path / "run/votes.jsonl")}) == 4
-    assert {step for step, _ in runs[0].sampled} == {2}  # a long run does not keep those of all steps
 
 
 # ------------------------------------------------ own sampling -------------------------------------------
@@ -150,12 +136,6 @@ def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
 start, sample, step, next_prompts = common.start, common.sample, Log.step, common.next_prompts
 
 
-def tensor_in_state(args, **task):
-    run = start(args, **task)
-    run.state["mine"] = torch.ones(1)
-    return run
-
-
 def number_in_state(args, **task):
     run = start(args, **task)
     run.state[1] = 2
@@ -165,7 +145,6 @@ def number_in_state(args, **task):
 WRONG = [  # what a fork replaces, by what, and the sentence
     (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
      r"rewards must be a tensor \[4\] of finite floats, but are"),
-    (ttrl, "majority_reward", lambda classes: [1.0] * len(classes), "rewards must be a tensor .* are .1.0"),
     (common, "majority", lambda classes: "42", "label and negatives be classes, .* '42'"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
@@ -175,12 +154,7 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      r"the prompt with id \d+ was sampled in this step already"),
     (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),
      "Object of type Tensor is not JSON serializable"),
-    (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, reward=5.0),
-     "got multiple values for keyword argument 'reward'"),
-    (common, "start", tensor_in_state, "Object of type Tensor is not JSON serializable"),
-    (common, "start", number_in_state, r"must hold what JSON keeps as it is, but is \{1: 2\}"),
-    (common, "start", lambda args: start(args, read_answer=last_digit, answer_keys=lambda answers: [[]] * 9),
-     r"zip\(\) argument 2 is longer than argument 1")]
+    (common, "start", number_in_state, r"must hold what JSON keeps as it is, but is \{1: 2\}")]
 
 
 @pytest.mark.parametrize("module, name, function, sentence", WRONG, ids=[row[3][:40] for row in WRONG])

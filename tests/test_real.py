@@ -10,10 +10,8 @@ import torch
 from conftest import ROOT, SCRIPTS, read_lines, launched_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import evaluate
 from engine import models
-from engine.base import UserError
-from engine.options import options_dict, parse
+from engine.options import parse
 from toy import make_smollm2
 
 needs_package = pytest.mark.skipif(
@@ -41,13 +39,8 @@ def test_the_model_answers_as_a_reference_reading_does(folder):
         length = len(tokenizer.encode(answer))
         out = model.generate(ids, max_new_tokens=length, do_sample=False)[0, ids.shape[1]:]
         assert tokenizer.decode(out) == answer
-
-
-@needs_package
-def test_a_number_is_its_digits_and_the_end_of_a_turn_one_token(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    pieces = "\u0120 1 2 + 3 4 5 , \u0120it 's".split(" ")
-    assert tokenizer.tokenize(" 12+345, it's") == pieces
+    # a number is its digits, the end of a turn one token
+    assert tokenizer.tokenize(" 12+345, it's") == "\u0120 1 2 + 3 4 5 , \u0120it 's".split(" ")
     assert tokenizer.encode("so<|im_end|>")[-1] == tokenizer.eos_token_id == 2
 
 
@@ -62,34 +55,13 @@ def test_problems_are_disjoint_and_right():
     assert files == make_smollm2.problems() != make_smollm2.problems(seed=8)
 
 
-def test_what_is_not_made_yet_names_what_makes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "SMOLLM2_MODEL", str(tmp_path / "smollm2"))
-    with pytest.raises(UserError, match="^--model is 'smollm2', but there is no .*`make smollm2` makes it.$"):
-        models.model_folder("smollm2")
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_knows_the_short_name(name, monkeypatch, capsys):
+def test_every_script_knows_the_short_name(name, monkeypatch):
     module = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [name, "--model=smollm2", "--votes", "12", "--train_samples", "12"])
     args = parse(module.Args, **launched_with(module))
     assert args.model == "smollm2" and args.votes == 12 and args.errors() == []
     assert args.dataset == ("" if name == "dynamic_rl" else "smollm2")
-    assert "--model smollm2 runs with these overrides" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [name, "--model", "smollm2/"])  # a folder, with the paper's values
-    assert parse(module.Args, **launched_with(module)).max_new_tokens > 40
-
-
-@pytest.mark.parametrize("flags, length, samples, prompt", [
-    (["--model", "smollm2"], 40, 4, "few_shot.txt"),
-    (["--model", "smollm2", "--preset", "ttrl"], 3072, 16, "system"),
-    (["--model", "runs/ttrl/final", "--preset", "smollm2"], 40, 4, "few_shot.txt")])
-def test_evaluate_knows_the_short_name(monkeypatch, flags, length, samples, prompt):
-    monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
-    args = parse(evaluate.Args, evaluate.TOY, evaluate.REAL).run_args()
-    assert args.max_new_tokens == length and args.eval_samples == samples and args.prompt.endswith(prompt)
-    # what run.json holds: a clone that was moved can still --resume
-    assert not options_dict(args)["prompt"].startswith("/")
 
 
 # ------------------------------------------------- two steps ------------------------------------------------
@@ -102,7 +74,6 @@ def test_two_steps_train_it(tmp_path):
     done = subprocess.run([sys.executable, "ttrl.py", *flags, "--out", tmp_path / "run"], cwd=ROOT,
                           capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-6000:]
-    assert "--model smollm2 runs with these overrides" in done.stdout
     first, _ = read_lines(tmp_path / "run/metrics.jsonl")
     assert first["answered"] > 0.5 and first["logp_diff_mean"] < 0.02 and first["skipped_updates"] == 0
     assert 5 < first["length"] < 40

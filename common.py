@@ -141,7 +141,7 @@ class Args:
     plain: no chat template. Or a file whose lines [system], [user], [assistant] begin turns
     (examples/prompts)."""
     labels: Literal["majority", "gold"] = "majority"
-    """Voters. majority: all of the model's answers. gold: the right ones alone (ttrl.py: supervised GRPO)."""
+    """Which answers vote. majority: all. gold: the right ones alone, which makes ttrl.py supervised GRPO."""
     seed: CountOrZero = 1
     """Seed of data order, sampling and subsets."""
     epochs: CountOrZero = 80
@@ -164,7 +164,7 @@ class Args:
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; a positive one pushes the entropy up (EVOL-RL Eq. 2; RESTRAIN D.2: 0)."""
     loss_aggregation: Literal["seq-mean", "token-mean"] = "seq-mean"
-    """Averaging of the tokens' losses. seq-mean: over each response, then over responses (EVOL-RL, SCRL,
+    """How the tokens' losses are averaged. seq-mean: over each response, then over responses (EVOL-RL, SCRL,
     ETTRL). token-mean: over all tokens of the minibatch (DAPO)."""
     eval_every: CountOrZero = 20
     """Steps between evaluations, beside those before the first step and after the last; 0: these two alone
@@ -178,7 +178,7 @@ class Args:
     eval_top_k: CountOrZero = 0
     """Top-k of an evaluation; 0: off (Dynamic RL 3.1, EVOL-RL's released test: 20)."""
     eval_greedy: bool = False
-    """Greedy pass@1 beside the sampled one (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
+    """Measure greedy pass@1, too (TTRL 3.1 for its analysis, RESTRAIN Table 3)."""
     machine: tyro.conf.OmitArgPrefixes[Machine] = field(default_factory=Machine)
     MIN_TRAIN_SAMPLES = 2  # one response has nothing to be compared with
 

@@ -32,7 +32,6 @@ Why it works, a worked example: docs/dynamic_rl.md. The tables' rows as commands
 Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per response token.
 """
 
-import bisect
 import math
 import re
 from collections import Counter
@@ -139,15 +138,14 @@ def find_question(text: str) -> tuple[str | None, int]:
     return found[1].strip(), found.start(1) + len(found[1].rstrip())
 
 
-# Rule 2. "find ... and ..." and lists "1. ... 2. ..." are the paper's; sentences, whole words and the markers
-# (a), (1), (i) are ours. Both words stand in one sentence. It ends at . ? ! before a space: no decimal point.
-# Enumerations: a marker begins a text, a line or, after . : ? !, a sentence: "f(1)", "(x - a)", "the
-# radius is 1. Its height is 2." and an equation's number "(1)" behind it are none. "1." may number the one
-# question, so it needs its "2.".
-START = r"(?:^|\n[^\S\n]*|[.:?!]\s+)"
+# Rule 2, several questions in one. The paper names "find ... and ..." and enumerations "1. ... 2. ..."; the
+# rest is ours. KEEP and FILTER in tests/test_dynamic_rl.py are questions that the rules leave and find.
+START = r"(?:^|\n[^\S\n]*|[.:?!]\s+)"  # where a text, a line or a sentence begins
 SEVERAL = [re.compile(pattern, re.DOTALL) for pattern in (
-    r"(?i:\bfind\b(?:(?![.?!](?:\s|$)).)*?\band\b)",
-    START + r"1\.\s.*?(?<!\S)2\.\s", START + r"\(?(?:1|a|i)\)\s", r"(?<!\S)\((?:a|i)\)\s+(?=[\w$\\])")]
+    r"(?i:\bfind\b(?:(?![.?!](?:\s|$)).)*?\band\b)",  # both words in one sentence: no . ? ! between them
+    START + r"1\.\s.*?(?<!\S)2\.\s",                  # "1. ... 2. ...": "1." alone may number one question
+    START + r"\(?(?:1|a|i)\)\s",                       # "(1) ...", "a) ...", "i) ..."
+    r"(?<!\S)\((?:a|i)\)\s+(?=[\w$\\])")]             # "... (a) ..." within a sentence, too
 SOLVED = ("Solution:", "Answer:", "\\boxed{", "The final answer is", "To solve", "Let's break down")
 
 
@@ -252,29 +250,32 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def tokens_covering(prefix: str, ids: list[int], decode) -> int:
-    """How many of the first tokens it takes until their text holds the whole prefix.
+    """How many of the first tokens it takes until their text holds the whole prefix, which all of them hold.
 
     >>> tokens_covering("cab", [2, 0, 1, 1], lambda ids: "".join("abc"[i] for i in ids))
     3
     """
-    return 1 + bisect.bisect_left(range(1, len(ids)), True, key=lambda t: decode(ids[:t]).startswith(prefix))
+    n = len(ids)
+    while n > 1 and decode(ids[:n - 1]).startswith(prefix):  # few are behind it: sampling stops there
+        n -= 1
+    return n
 
 
 def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Problem]]:
     """(n responses to z_0, cut after their questions; the problems in them to solve). Algorithm 1, step 3.
 
-    Each response gets: tokens, of the question alone; kept, False if it is filtered; p and label, l(q), which
-    its solutions will tell. If no question is found, tokens are empty, and the whole response is trained: its
-    rewards are all 0, which discourages it (ours)."""
-    z_0, = args.own_prompts(run.tokenizer).values()
-    n = args.prompts_per_batch
+    Each response gets: is_question, True; tokens, of the question alone; kept, False if it is filtered; p and
+    label, l(q), which its solutions will tell. If no question is found, tokens are empty, and the whole
+    response is trained: its rewards are all 0, which discourages it (ours)."""
+    n, [z_0] = args.prompts_per_batch, args.own_prompts(run.tokenizer).values()
     asked = [Problem(args.question_prompt, id=("question", i), prompt_ids=z_0) for i in range(n)]
     questions, problems = [], []
     text_of = run.tokenizer.decode  # with special tokens, as common.decode
     limits = [args.max_question_tokens] * n
     for i, (rollout,) in enumerate(common.sample(run, step, asked, 1, limits, stop=["Solution:"])):
         questions.append(rollout)
-        rollout.tokens, rollout.kept, rollout.p, rollout.label = [], False, 0.0, None
+        rollout.is_question, rollout.tokens, rollout.kept = True, [], False
+        rollout.p, rollout.label = 0.0, None
         text, end = find_question(rollout.text)
         if text is None:
             continue
@@ -310,8 +311,9 @@ def reward_questions(questions: list[Rollout], args: Args, answer_keys=None) -> 
     r_da = answer_diversity(labels)
     advantages = question_advantages(r_q, r_dq, r_da, args.rq * args.lambda_q, args.rdq * args.lambda_dq,
                                      args.rda * args.lambda_da)
-    for q, advantage, *rewards in zip(questions, *torch.stack([advantages, r_q, r_dq, r_da]).tolist()):
-        q.advantage, q.rewards = advantage, rewards
+    for i, q in enumerate(questions):
+        q.advantage = float(advantages[i])
+        q.rewards = [float(r_q[i]), float(r_dq[i]), float(r_da[i])]
     agreeing = Counter(round(q.p * args.votes) for q in questions)
     return dict(question_reward=float(r_q.mean()), question_diversity=float(r_dq.mean()),
                 answer_diversity=float(r_da.mean()), filtered=mean(not q.kept for q in questions),
@@ -362,6 +364,7 @@ def main(args: Args) -> None:
             advantages_N = args.lambda_s * group_advantages(rewards_N)  # Eq. 14: over all m solutions
             for i in trained_G:
                 responses[i].advantage = float(advantages_N[i])
+                responses[i].is_question = False
                 train.append(responses[i])
         question_metrics = reward_questions(questions, args, run.answer_keys) if questions else {}
         usable = any(question.kept and question.label is not None for question in questions)
@@ -381,7 +384,8 @@ def main(args: Args) -> None:
         optimizer.param_groups[0]["lr"] = lr
         for minibatch in common.timed_loop("update", common.minibatches(args, step, train)):
             minibatch_tokens = sum(response.length for response in minibatch)
-            n_questions = sum(response in questions for response in minibatch)
+            n_questions = sum(response.is_question for response in minibatch)
+            n_solutions = len(minibatch) - n_questions
             for micro in policy.micro_batches(minibatch, args.has_gradient):
                 # Of logits / temperature. The entropy has a gradient only where it has a weight.
                 logp_T, entropy_T = policy.logprobs(micro, args.temperature, args.entropy_coef)
@@ -390,8 +394,8 @@ def main(args: Args) -> None:
                 pg_T = -torch.min(ratio_T * micro.advantage_T, clipped_T * micro.advantage_T)
                 loss_T = pg_T - args.entropy_coef * entropy_T
                 # The mean over a response's tokens, then over the minibatch's questions, or its solutions.
-                question_T = micro.per_token([response in questions for response in micro.responses])  # 1, 0
-                part_T = question_T * n_questions + (1 - question_T) * max(1, len(minibatch) - n_questions)
+                question_T = micro.per_token([response.is_question for response in micro.responses])  # 1, 0
+                part_T = torch.where(question_T == 1, n_questions, n_solutions)
                 weight_T = micro.mask_T / (micro.length_T * part_T)  # Eq. 14: two means, added
                 if args.loss_aggregation == "token-mean":  # DAPO: over all tokens of the minibatch
                     weight_T = micro.mask_T / minibatch_tokens

@@ -81,7 +81,7 @@ class Args(Shared):
     gpu_memory: common.PositiveShare = 0.9
     """Share of each GPU's memory that vLLM may take."""
     save_generations: bool = False
-    """A file generations.jsonl of all responses with their verdicts."""
+    """Write all responses with their verdicts to generations.jsonl."""
 
     def run_args(self) -> common.Args:
         """The arguments of a run that only evaluates. Raises UserError if an option is out of its range."""
@@ -127,7 +127,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         graded = common.evaluate_benchmark(run, name, problems)
         if args.grader == "math_verify":
             graded = [math_verify_grades(p, *row) for p, row in zip(problems, graded, strict=True)]
-        results[name] = summary([verdicts for verdicts, _ in graded])
+        with_gold = sum(verdicts["known"] for verdicts, _ in graded)  # what the scores are means of
+        results[name] = dict(problems=with_gold) | summary([verdicts for verdicts, _ in graded])
         if few := few_answers([response for _, group in graded for response in group]):
             warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
@@ -171,12 +172,14 @@ def save_generations(log, name: str, problems: list, graded: list) -> None:
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """One row per metric, one column per benchmark; pass@1 with its standard error."""
+    """One row per metric, one column per benchmark; pass@1 with its standard error. problems: those with a
+    gold answer, which the scores are means of."""
     metrics = dict.fromkeys(name for row in results.values() for name in row if name != "stderr")
-    lines = [f"{'':10}" + "".join(f"{name[-15:]:>16}" for name in results)]
+    width = 2 + max(14, *map(len, results))
+    lines = [f"{'':10}" + "".join(f"{name:>{width}}" for name in results)]
     for metric in metrics:
         cells = [cell(metric, row) for row in results.values()]
-        lines.append(f"{metric:10}" + "".join(f"{text:>16}" for text in cells))
+        lines.append(f"{metric:10}" + "".join(f"{text:>{width}}" for text in cells))
     return "\n".join(lines)
 
 
@@ -184,7 +187,7 @@ def cell(metric: str, row: dict[str, float]) -> str:
     """Empty for what the row lacks: scores without gold answers, all but pass@1 of the mean."""
     if metric not in row:
         return ""
-    text = f"{row[metric]:.1f}" if metric == "length" else f"{row[metric]:.3f}"
+    text = f"{row[metric]:.{dict(problems=0, length=1).get(metric, 3)}f}"
     return f"{text} +- {row['stderr']:.3f}" if metric == "pass@1" and "stderr" in row else text
 
 

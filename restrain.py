@@ -96,8 +96,9 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def log_gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
-    """log g(f), [m] -> [m] float64: a tiny sigma does not round it to 0, as g."""
-    return -0.5 * ((f.double() - 1) / max(sigma, 1e-150)) ** 2  # sigma 0: no division by it
+    """log g(f), [m] -> [m] float64. It stays finite where a small sigma rounds g itself to 0."""
+    smallest = 1e-150  # stands for sigma 0, by which nothing can be divided; its square is still a number
+    return -0.5 * ((f.double() - 1) / max(sigma, smallest)) ** 2
 
 
 def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
@@ -184,7 +185,8 @@ def majority_count(classes: list[int | None]) -> int:
     >>> majority_count([0, 1, 0, None])
     2
     """
-    return classes.count(common.majority(classes)) if common.majority(classes) is not None else 0
+    winner = common.majority(classes)
+    return 0 if winner is None else classes.count(winner)
 
 
 # -------------------------------------------------- the loop ------------------------------------------------
@@ -194,8 +196,10 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
     sigma = args.sigma
-    if args.label_weighting != "gaussian":
-        sigma = 0.0 if args.label_weighting == "majority" else math.inf
+    if args.label_weighting == "majority":
+        sigma = 0.0
+    if args.label_weighting == "uniform":
+        sigma = math.inf
     prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
     # Eq. 5: c_ref is measured once, with as many responses of the base model as will vote in a step.
     initial = common.initial_votes(run) if args.prompt_weighting == "offline" else {}

@@ -240,16 +240,16 @@ def evaluation_table(history: list[dict]) -> str:
 
 def model_card(options: dict, changed: dict, history: list[dict]) -> str:
     """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
-    def told(value) -> str:
+    def public(value) -> str:
         return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
 
-    model = told(options["model"]) or "toy"
+    model = public(options["model"]) or "toy"
     script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
     if "/" in model:  # a name of the Hub
         head.append(f"base_model: {model}")
-    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
-    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
+    flags = [f"--{name} {public(value)}" for name, value in changed.items() if name not in ("out", "resume")]
+    data = f"Data: {public(options['dataset']) or 'none'}. Labels: {options['labels']}. "
     return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
                       f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
                       "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])

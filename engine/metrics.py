@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from statistics import stdev
 
 from engine.base import stable_hash
 
@@ -72,7 +73,8 @@ def grade(problem, responses: list) -> dict:
 
 
 def summary(graded: list[dict]) -> dict[str, float]:
-    """The row of one benchmark: pass@1 with its standard error over problems, pass@k, maj@k, lengths, shares.
+    """The row of one benchmark: pass@1 with its standard error over problems (one problem has none), pass@k,
+    maj@k, lengths, shares.
 
     Scores are over the problems with a gold answer, and left out if there is none."""
     known = [g for g in graded if g["known"]]
@@ -80,8 +82,8 @@ def summary(graded: list[dict]) -> dict[str, float]:
     if known:
         rates = [mean(g["correct"]) for g in known]
         row["pass@1"] = mean(rates)
-        variance = sum((rate - row["pass@1"]) ** 2 for rate in rates) / max(len(rates) - 1, 1)
-        row["stderr"] = math.sqrt(variance / len(rates))
+        if len(rates) > 1:
+            row["stderr"] = stdev(rates) / math.sqrt(len(rates))
         # 2, 4, 8 ... as far as there are samples; maj@k also for all of them
         powers = [2 ** i for i in range(1, samples.bit_length())]
         for k in powers:

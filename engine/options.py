@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import textwrap
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
@@ -49,9 +50,9 @@ class Shared:
     question_field: str = ""
     """Column of the question; empty: found from a list of usual names."""
     answer_field: str = ""
-    """Column of the gold answer (only for evaluation and logging label accuracy); empty: found likewise."""
+    """Column of the gold answer, which is for evaluation and the log alone; empty: found from a list, too."""
     show_prompt: bool = False
-    """Printing of the exact text of the first problem's prompt, and of z_0 (Dynamic RL), instead of a run."""
+    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """Sampling engine. auto: vLLM if it is installed, else transformers (hf), as with --plain."""
     gpu_memory: PositiveShare = 0.5
@@ -61,7 +62,7 @@ class Shared:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Permission to run Python code that comes with the model; only if you trust its author."""
+    """Run Python code that comes with the model; give this only if you trust its author."""
     out: str = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
 
@@ -69,17 +70,19 @@ class Shared:
 @dataclasses.dataclass
 class Machine(Shared):
     plain: bool = False
-    """The slow and obvious computation, with padded rows and full logits. It gives the same step."""
+    """Compute in the slow and obvious way, with padded rows and full logits. It gives the same step."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recomputing of activations: a third more compute, a quarter of the memory. auto: on a GPU."""
-    micro_tokens: CountOrZero = 0
-    """Largest number of tokens in a micro-batch: a matter of memory, not of results. 0: 8192."""
+    """Compute activations again in the backward pass, which takes a quarter of the memory and a third more
+    time. auto: on a GPU."""
+    micro_tokens: Count = 8192
+    """Largest number of tokens in a micro-batch: a matter of memory, not of results."""
     offload: Literal["none", "reference", "optimizer"] = "none"
-    """What host memory holds: reference; optimizer: weights, gradients, AdamW, too. Untested on GPUs."""
+    """What is kept in host memory instead of the GPU's. reference: the reference model. optimizer: also the
+    policy's weights, gradients and AdamW's state. Untested on GPUs."""
     eval_start: bool = True
-    """Evaluation of the base model, before the first step."""
+    """Evaluate the base model before the first step."""
     resume: bool = False
-    """Continuation from the newest checkpoint in --out, on any number of ranks."""
+    """Continue from the newest checkpoint in --out, on any number of ranks."""
     checkpoint_every: CountOrZero = 20
     """Steps between checkpoints. One is also written before an evaluation, and after a step in which Ctrl-C,
     SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came (torchrun waits for 30 s: see its --shutdown-timeout). 0: only
@@ -89,7 +92,7 @@ class Machine(Shared):
     log_texts: CountOrZero = 2
     """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
     wandb: bool = False
-    """Curves in Weights & Biases, beside TensorBoard's (needs `pip install wandb`)."""
+    """Send the curves to Weights & Biases, too (needs `pip install wandb`)."""
 
     @property
     def uses_vllm(self) -> bool:
@@ -203,15 +206,16 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
-    description = describe(sys.modules[args_class.__module__])
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
-    args = tyro.cli(args_class, description=description, registry=manual(toy, smollm2))
+    read = partial(tyro.cli, args_class, description=describe(sys.modules[args_class.__module__]),
+                   use_underscores=True)
+    args = read(registry=manual(toy, smollm2))
     signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
-        return parse_resumed(args_class, args, description)
+        return parse_resumed(read, args_class, args)
     if overrides := defaults_of(args.model, toy, smollm2):
-        args = tyro.cli(args_class, default=make_args(args_class, overrides), description=description)
+        args = read(default=make_args(args_class, overrides))
         which = f"--model {args.model} runs" if args.model else "No --model given: this runs the built-in toy"
         options = options_dict(args)
         flags = " ".join(f"--{name} {value}" for name, value in overrides.items() if options[name] == value)
@@ -272,8 +276,10 @@ def shortened(value) -> str:
     return textwrap.shorten(str(value), 60) or "empty"
 
 
-def parse_resumed(args_class: type, args, description: str):
-    """The arguments of the run in --out. A flag of the command line wins over them, and is printed."""
+def parse_resumed(read, args_class: type, args):
+    """The arguments of the run in --out. A flag of the command line wins over them, and is printed.
+
+    read: reads the command line, with other defaults if they are given."""
     if not args.machine.out:
         raise UserError("--resume needs --out, the folder of the run to continue.")
     run = read_run(Path(args.machine.out))
@@ -287,7 +293,7 @@ def parse_resumed(args_class: type, args, description: str):
     recorded["trust_remote_code"] = False
     if bad := out_of_range(make_args(args_class, recorded)):
         raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
-    args = tyro.cli(args_class, default=make_args(args_class, recorded), description=description)
+    args = read(default=make_args(args_class, recorded))
     defaults = options_dict(args_class())  # a script may have got options since the run began
     for name, value in options_dict(args).items():
         was = recorded.get(name, defaults[name])

@@ -277,7 +277,7 @@ def load_policies(models: list, device, dtype, machine, max_length: int,
     if machine.gradient_checkpointing == "auto":
         recompute = device.type == "cuda"  # where memory is short; with some to spare "off" is faster
     options = dict(plain=machine.plain, max_length=max_length, gradient_checkpointing=recompute,
-                   micro_tokens=machine.micro_tokens or 8192)
+                   micro_tokens=machine.micro_tokens)
     policy = Policy(models[0], device, dtype, offload=machine.offload == "optimizer", adapt=adapt, **options)
     if len(models) < 2:
         return policy, None

@@ -57,7 +57,8 @@ class RunFolder:
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
         elif files and not ("run.json" in files and files <= BEGINNING):
-            raise UserError(wrong + "which is not empty; give another folder, or --resume if it holds a run.")
+            cure = "" if script_name() == "evaluate" else ", or --resume if it holds a run"
+            raise UserError(f"{wrong}which is not empty; give another folder{cure}.")
         for path in out.rglob("*"):
             if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
                 raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")

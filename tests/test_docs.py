@@ -49,7 +49,7 @@ def test_help_begins_with_the_scripts_own_options_and_reflows(name, capsys, monk
     lines = capsys.readouterr().out.splitlines()
     flags = [line[2:].split()[0].rstrip(",") for line in lines if re.match(". --[a-z]", line)]
     fields = module.Args.__dataclass_fields__
-    own = [f"--{option.replace('_', '-')}" for option in module.Args.__annotations__ if option in fields]
+    own = [f"--{option}" for option in module.Args.__annotations__ if option in fields]
     assert flags[:len(own)] == own
     column = next(line.index("show this help") for line in lines if "show this help" in line)
     for line, following in zip(lines, lines[1:]):

@@ -4,7 +4,6 @@ And what the lab's environment, requirements/lab.txt, does without."""
 
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -15,30 +14,10 @@ from evol_rl import Embedder
 from lab.exercises.check import EXERCISES, check, solution
 
 
-def by_shares(classes, entropies, tau_pos=0.375, tau_marg=0.125, tau_neg=0.125):
-    shares = {c: k / len(classes) for c, k in Counter(classes).items() if c is not None}
-    first, second = (sorted(shares.values(), reverse=True) + [0, 0])[:2]
-    label = max(shares, key=shares.get) if first >= tau_pos and shares and first - second > tau_marg else None
-    classes, entropies_N = torch.tensor([-1 if c is None else c for c in classes]), torch.tensor(entropies)
-    return label, frozenset(c for c, p in shares.items() if c != label and p < tau_neg
-                            and entropies_N[classes == c].mean() >= entropies_N.mean())
-
-
-def by_matrix(classes, kappa=3, delta=1.0, sigma=0.5):
-    names, ids_N = sorted(set(classes) - {None}), torch.tensor([-1 if c is None else c for c in classes])
-    won = (ids_N[:, None] == torch.tensor(names)).float()
-    if not names or won.sum(0).max() < kappa:
-        return [torch.zeros(len(classes)), -delta * torch.ones(len(classes))]
-    weights = torch.exp(-(won.mean(0) - 1) ** 2 / (2 * sigma ** 2))
-    pushes = (won - won.mean(0)) / (won.std(0) + 1e-6) * weights / weights.sum()
-    return [torch.relu(pushes).sum(1), -torch.relu(-pushes).sum(1)]
-
-
 RIGHT = [
     (1, lambda c: torch.tensor([x is not None and x == max(c, key=lambda y: (y is not None) * c.count(y))
                                 for x in c], dtype=torch.float64)),
     (2, lambda r, eps=1e-6: ((r - r.mean()) / (r.var().sqrt() + eps)).nan_to_num() * (r.max() > r.min())),
-    (3, by_shares), (4, by_matrix),
     (5, lambda a, h, alpha=0.2, beta=0.2: a * (2 - h / h.mean()).clip(1 - alpha, 1 + beta) if any(h) else +a),
     (6, lambda logp, ref: ref.exp() / logp.exp() + logp - ref - 1)]
 # Wrong answers: a change of the script's own text, old => new, and how the hint begins
@@ -46,7 +25,6 @@ WRONG = [
     (1, "float(c is not None and c == winner) => float(c == winner)", "None is no answer"),
     (1, "common.majority(classes) => common.majority(classes[::-1])", "A tie"),
     (1, "for c in classes]) => for c in classes]).int()", "Whoever agrees"),
-    (2, "(rewards == rewards[0]).all() => rewards.std() == 0", "All rewards are equal"),
     (2, "rewards.std() => rewards.std(unbiased=False)", "Subtract the mean"),
     (2, "+ eps) => + 1e-6)", "Rewards that differ by a millionth"),
     (2, "(rewards - rewards.mean()) => rewards.sub_(rewards.mean())", "Subtract the mean"),
@@ -74,6 +52,13 @@ def test_a_wrong_answer_is_refused_with_its_input_and_a_hint(number, change, hin
 def test_a_right_answer_is_accepted_and_the_stub_open(number, answer, capsys):
     assert check(number, answer), capsys.readouterr().out
     assert not check(number) and "is open" in capsys.readouterr().out
+
+
+def test_rounding_fails_no_right_answer_and_a_bug_shows_its_line(capsys):
+    """A std of equal rewards, [.9] * 6, is a rounding error."""
+    assert check(2, solution(2, "(rewards == rewards[0]).all() => rewards.std() == 0"))
+    assert not check(2, lambda rewards: rewards.nothing)
+    assert "assert not check(2, lambda rewards: rewards.nothing)" in capsys.readouterr().out
 
 
 def test_the_lab_needs_nothing_that_requirements_lab_leaves_out():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError, enter, on_enter, place
+from engine.base import UserError, place
 from engine.options import SMOLLM2, TOY, parse
 from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 
@@ -40,7 +40,7 @@ def start_processes(options: dict, train: bool = True,
     if libc and os.environ.get("RANK"):
         # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
         libc.prctl(1, signal.SIGTERM)
-    cuda, (rank, ranks) = torch.cuda.is_available(), rank_and_ranks()
+    cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
     bf16 = options["dtype"] == "bfloat16" or options["dtype"] == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
@@ -56,10 +56,7 @@ def start_processes(options: dict, train: bool = True,
         if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
     if ranks > 1:
-        on_enter[:] = [partial(_get_default_store().set, f"rank {rank}")]
-        enter(place[0])
-        if cuda:
-            threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads one of them
         if "expandable_segments:True" not in os.environ.get(name, "expandable_segments:True"):
             print0(f"Warning: {name} is exported without expandable_segments:True; micro-batches of many "
@@ -97,10 +94,9 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                            "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
                            "--resume continues from the newest checkpoint.")
         get_error_handler().record_exception(error)  # for torchrun
-        logging.exception(f"In phase {place[0]}:")
-        if on_enter:
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                logging.error(places())
+        logging.exception(f"An error in {place[0]}:")
+        if distributed():
+            logging.error(phases())
         leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
     if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
@@ -110,22 +106,24 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
-def places() -> str:
+def phases() -> str:
     """In which phase each rank is, and since when: in a hang, whom the others wait for."""
-    store, told = _get_default_store(), []
-    for rank in range(rank_and_ranks()[1]):
-        told.append(f"rank {rank} {store.get(f'rank {rank}').decode()}")
-    return "Phases: " + ", ".join(told)
+    told = _get_default_store().multi_get([f"phase {rank}" for rank in range(rank_and_ranks()[1])])
+    return f"Phases by rank: {b', '.join(told).decode()}"
 
 
-def watch(seconds: float = 600) -> None:
-    """Print where all ranks are whenever this one has been in the same phase for so long: NCCL's timeout,
-    which comes later, ends the process without Python."""
-    while True:
-        before = place[0]
-        time.sleep(seconds)
-        if place[0] == before:
-            logging.error(places())
+def watch(every: int = 600) -> None:
+    """A thread that tells the other ranks each second where this one is. If that is the same place as `every`
+    seconds before, it prints where all are: NCCL's timeout ends a process without Python."""
+    before, store = "", _get_default_store()
+    with contextlib.suppress(RuntimeError):  # the store is gone, at the end
+        for second in itertools.count(1):
+            store.set(f"phase {rank_and_ranks()[0]}", place[0])
+            time.sleep(1)
+            if second % every == 0:
+                if place[0] == before:
+                    logging.error(phases())
+                before = place[0]
 
 
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from engine.base import UserError, stable_hash, write_atomically
-from engine.ranks import all_gather, on_all_ranks, on_rank_0, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, on_rank_0, rank_and_ranks, same_on_all_ranks
 
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -42,8 +42,8 @@ class RunFolder:
         # this start
         self.identity, self.earlier = {}, {}
         self.record = describe(options, ranks, device)
-        for work in (lambda: self.rank or self._open(), self._log_warnings):
-            on_all_ranks(work, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        self._log_warnings()
         # a --resume that is refused must leave run.json as it was, so that it is refused again
         self.identify(identity, write=not self.earlier)
 
@@ -78,9 +78,9 @@ class RunFolder:
         """The libraries' warnings, and tracebacks, also go to a file of this rank."""
         self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not see rank 0's
         logging.captureWarnings(True)
-        file = logging.StreamHandler((self.path / f"rank_{self.rank}.log").open("a"))
-        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", handlers=[file, logging.lastResort],
-                            force=True)
+        logging.basicConfig(filename=self.path / f"rank_{self.rank}.log", force=True,
+                            format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger().addHandler(logging.lastResort)  # the terminal
 
     def identify(self, content: dict[str, int], write: bool = True) -> None:
         """Keep in run.json what all ranks must share, and a resumed run with the one before it.

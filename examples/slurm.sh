@@ -6,7 +6,9 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 # Was the job ended? Submit it again with --resume as its argument: it goes on from the newest checkpoint.
-# This file has not been run on a cluster yet.
+# Before the first, on each node: python -m tools.gpu_smoke. --shutdown-timeout: a step and its checkpoint take
+# longer than torchrun's 30 seconds. This file has not been run on a cluster yet.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
+    --shutdown-timeout 600 --numa-binding node \
     ttrl.py --model Qwen/Qwen2.5-Math-7B --dataset aime24 --out runs/ttrl-aime24 "$@"

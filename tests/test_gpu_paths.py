@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ from transformers import AutoTokenizer
 
 import ttrl
 from engine import options, process
-from engine.base import UserError
-from engine.samplers import HFSampler
+from engine.base import UserError, timed
+from engine.logprobs import packed_attention
+from engine.samplers import HFSampler, VLLMSampler, check_engine, vllm_options
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
 @contextlib.contextmanager
@@ -126,3 +128,91 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
             (micro,) = policy.micro_batches(rollouts)
             logps.append(policy.logprobs(micro, 1.0)[0].detach())
     assert 1e-4 < float((logps[0] - logps[1]).abs().max()) < 0.5
+
+
+# -------------------------------------------- what fails, and what hangs -----------------------------------
+MACHINE = [torch.OutOfMemoryError("CUDA out of memory"), dist.DistBackendError("/dev/shm is full"),
+           RuntimeError("NCCL error: unhandled system error"), OSError("No space left on device")]
+
+
+@pytest.mark.parametrize("error", [*MACHINE, KeyError("x")], ids=repr)
+@pytest.mark.parametrize("place", ["vllm.LLM", "engine.samplers.sample_probe"])
+def test_only_a_fault_of_the_model_is_called_one_and_shows_its_traceback(monkeypatch, caplog, place, error):
+    """--sampler hf, which the refusal names, cures no broken machine and is eight times slower."""
+    monkeypatch.setattr(place, mock.Mock(side_effect=error))
+    machine = options.Machine(sampler="vllm")
+    with pytest.raises(UserError if error.args == ("x",) else type(error)) as raised:
+        if place == "vllm.LLM":
+            VLLMSampler(options.TOY_MODEL, [2], torch.device("cuda"), torch.bfloat16, 1, machine, 448)
+        else:
+            check_engine(HFSampler(options.TOY_MODEL, [2], "cpu", torch.float32), machine, True)
+    assert ("KeyError: 'x'" in caplog.text and "Traceback" in caplog.text) == (raised.type is UserError)
+
+
+def test_an_error_in_a_step_is_recorded_printed_and_ends_the_rank_at_once(monkeypatch, caplog, tmp_path):
+    """Without Python's exit, which would free the memory of a sleeping vLLM, while the other ranks wait."""
+    def step(args):
+        with timed("update"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    left = mock.Mock()
+    monkeypatch.setattr(process, "leave", left)
+    monkeypatch.setattr("sys.argv", ["ttrl.py"])
+    monkeypatch.setattr("engine.base.place", process.place)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    process.launch(step, ttrl.Args)
+    process.place[0] = "no phase"
+    assert left.mock_calls[0] == mock.call(1) and "OutOfMemoryError" in (tmp_path / "error").read_text()
+    for words in ("An error in update since ", "in step", "CUDA out of memory", "smaller --micro_tokens"):
+        assert words in caplog.text
+
+
+def test_a_rank_waits_for_half_an_hour_in_nccl_and_as_long_as_asked_in_gloo(monkeypatch):
+    groups = mock.Mock(is_initialized=lambda: False)
+    monkeypatch.setattr(process, "dist", groups)
+    monkeypatch.setattr("torch.cuda.set_device", mock.Mock())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for asked, seconds in (("", 6 * 3600), ("60", 60)):
+        with mock.patch.dict(os.environ, GLOO_TIMEOUT_SECONDS=asked):
+            process.start_processes(dict(seed=0, dtype="auto"))
+        assert groups.init_process_group.call_args.kwargs["timeout"].total_seconds() == seconds
+    nccl = groups.group.WORLD._get_backend.return_value._set_default_timeout
+    assert nccl.call_args.args[0].total_seconds() == 1800
+
+
+def test_a_long_wait_names_the_phase_of_every_rank(monkeypatch, caplog):
+    """Two ranks as two threads; the store takes no further word when the run has ended."""
+    store = dist.HashStore()
+    store.set("phase 1", "sample since 12:00:00")
+    ended = mock.Mock(side_effect=[None] * 4 + [RuntimeError])
+    monkeypatch.setattr(process, "_get_default_store", lambda: SimpleNamespace(
+        set=lambda *entry: (store.set(*entry), ended()), multi_get=store.multi_get))
+    monkeypatch.setattr(process, "rank_and_ranks", lambda: (0, 2))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    process.watch(every=2)
+    assert caplog.messages == ["Phases by rank: no phase, sample since 12:00:00"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_exported_allocator_without_expandable_segments_is_told(monkeypatch, capsys, name):
+    told = []
+    for value in ("max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"):
+        monkeypatch.setenv(name, value)
+        process.start_processes(dict(seed=0, dtype="float32"))
+        told.append(f"{name} is exported without" in capsys.readouterr().out)
+    assert told == [True, False]
+
+
+def test_nccl_registers_no_buffers_of_graphs_and_flashinfer_tunes_nothing():
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert vllm_options(options.Machine(), 448, cuda=True)["enable_flashinfer_autotune"] is False
+
+
+def test_the_gradient_of_packing_sorts_no_indices():
+    """As the gradients of F.embedding and of indexing do on a GPU, where they are a tenth of an update."""
+    inputs = [torch.randn(1, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2)]
+    packing = 2, [(3, (2, 3), torch.tensor([0, 1, 2, 3]))]
+    with torch.profiler.profile() as seen:
+        packed_attention(None, *inputs, None, packing=packing)[0].sum().backward()
+    names = {event.name for event in seen.events()}
+    assert "aten::index_copy" in names and not {"aten::embedding_dense_backward", "aten::index_put_"} & names

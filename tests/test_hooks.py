@@ -181,4 +181,5 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
                           env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert done.returncode == 1
     for frame in ("in main", "in majority_reward", "torch.ones(3)", "RuntimeError: The size of"):
-        assert frame in done.stderr
+        assert frame in done.stderr and frame in (tmp_path / "run/rank_1.log").read_text()
+    assert "Phases by rank: " in done.stderr

@@ -19,13 +19,13 @@ from tools import explain
 
 @pytest.mark.slow
 def test_gpu_smoke_passes_without_a_gpu():
-    done = subprocess.run([sys.executable, "-m", "tools.gpu_smoke", "--size", "tiny"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, "-m", "tools.gpu_smoke", "--full"], cwd=ROOT, text=True,
                           env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
                           capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     verdicts = re.findall(r"^(PASS|SKIP|FAIL) (.{22}) ", done.stdout, re.MULTILINE)
-    assert {"hf", "hf, --resume", "hf, two ranks"} <= {name.strip() for _, name in verdicts}
-    assert len(verdicts) == 9 and {verdict for verdict, _ in verdicts} <= {"PASS", "SKIP"}
+    assert {"sum over ranks", "--resume", "hf, two ranks"} <= {name.strip() for _, name in verdicts}
+    assert len(verdicts) == 15 and {verdict for verdict, _ in verdicts} <= {"PASS", "SKIP"}
     assert re.search(r"^\d+ PASS, \d SKIP, 0 FAIL in ", done.stdout, re.MULTILINE)
 
 

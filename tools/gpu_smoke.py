@@ -1,13 +1,17 @@
-"""The first hour on GPUs: does what has met one GPU, briefly, work on yours?
+"""Before a long run: do this machine's GPUs, its memory, disk and network do what a run needs?
 
-    python -m tools.gpu_smoke --quick     # ten minutes (an estimate); beside what: docs/hardware.md
-    python -m tools.gpu_smoke --quick --size 1.5b    # for a card of 80 GB; twenty minutes
-    python -m tools.gpu_smoke             # also --offload, two ranks and vLLM's other ways
+    python -m tools.gpu_smoke                       # about two minutes: the preflight, on all GPUs
+    python -m tools.gpu_smoke --full                # half an hour: then the table of docs/hardware.md
+    python -m tools.gpu_smoke --full --size 1.5b    # for a card of 80 GB; an hour
 
-Weights are random, in the shape of Qwen2.5-0.5B or 1.5B. It needs no vLLM and no network; with vLLM, and
-after `make smollm2`, there are more rows. It prints a line for each check: the machine, attention against
-float32 products, then two steps of ttrl.py in many ways. Of the second step: how far the sampler's log-probs
-are from the trainer's, memory after the update, seconds, tokens a second. Without a GPU the model is tiny."""
+The preflight prints a line for each check, and what to do if it failed: the machine, /dev/shm, the disk; a
+sum over all ranks, alone and in a CUDA graph; two steps of ttrl.py on all ranks with a tiny model of random
+weights, with vLLM's engines over two GPUs each; --resume. Run it on every node. Without a GPU it starts two
+ranks on the CPU.
+
+--full adds attention against float32 products, then two steps of ttrl.py in many ways, with weights in the
+shape of Qwen2.5-0.5B or 1.5B. Of the second step: how far the sampler's log-probs are from the trainer's,
+memory after the update, seconds, tokens a second. After `make smollm2` there is one more line."""
 
 from __future__ import annotations
 
@@ -28,11 +32,16 @@ from unittest import SkipTest
 
 from engine import options  # first: it sets what torch reads when it is loaded
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch._C._autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from engine.base import now
 from engine.logprobs import packed_attention
+from engine.process import start_processes
+from engine.ranks import print0, rank_and_ranks
 
 GIB = 2 ** 30
 
@@ -45,8 +54,20 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 8 --votes 8 --train_sample
          "--lr 1e-4 --max_prompt_tokens 128 --entropy_coef 0.1 --eval= --checkpoint_every 1").split()
 SMOLLM2 = "--model smollm2 --steps 8 --eval smollm2_test --eval_every 0 --checkpoint_every 0".split()
 CUDA = torch.cuda.is_available()
+RANKS = torch.cuda.device_count() or 2
 RUNNER = ("import sys, engine; from vllm.engine.arg_utils import EngineArgs; "
           "print(EngineArgs(model=sys.argv[1]).create_engine_config().use_v2_model_runner)")
+
+
+ADVICE = {  # if a check of the preflight fails
+    "machine": "Needed: driver 580 or newer, gcc, and Python's headers (python3-dev).",
+    "/dev/shm": "NCCL and vLLM need more: docker run --ipc=host, or --shm-size 16g.",
+    "disk": "Give a run an --out on a faster disk, or --checkpoint_every 60.",
+    "sum over ranks": "NCCL_DEBUG=INFO names the step that fails. Does NCCL_P2P_DISABLE=1 (GPU to GPU), "
+                      "NCCL_SHM_DISABLE=1 (/dev/shm) or NCCL_IB_DISABLE=1 (network) cure it?",
+    "sum in a CUDA graph": "Unset NCCL_* and PYTORCH_*ALLOC_CONF, if you export them.",
+    "run on all ranks": "Does the same command run with --sampler hf, or with --tensor_parallel 1?",
+    "--resume": "Do all ranks see the same --out?"}
 
 
 def verdict(name: str, check) -> str:
@@ -57,7 +78,7 @@ def verdict(name: str, check) -> str:
     except SkipTest as reason:
         result, text = "SKIP", reason
     except Exception as error:
-        result, text = "FAIL", f"{type(error).__name__}: {error}"
+        result, text = "FAIL", f"{type(error).__name__}: {error}\n     {ADVICE.get(name, '')}"
     print(f"{result} {name:22} {text} [{time.monotonic() - began:.0f} s]", flush=True)
     return result
 
@@ -82,9 +103,61 @@ def machine() -> str:
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
         card = f"{torch.cuda.device_count()} x {name}, {total:.1f} GiB, driver {driver}"
         good = int(driver.split(".")[0]) >= 580 and compiler != "no C compiler" and header.exists()
-    disk = shutil.disk_usage(tempfile.gettempdir()).free / 1e9
+        # without it vLLM sums over engines of several GPUs by NCCL
+        multicast = torch._C._distributed_c10d._SymmetricMemory.has_multicast_support(DeviceType.CUDA, 0)
+        card += f", {'' if multicast else 'no '}multicast"
     return demand(good, f"{card}; {compiler}, {tools}, {'' if header.exists() else 'no '}Python.h, glibc "
-                  f"{platform.libc_ver()[1]}; free: {disk:,.0f} GB of disk")
+                  f"{platform.libc_ver()[1]}")
+
+
+def shared_memory() -> str:
+    """The size of /dev/shm, of which Docker gives 64 MB."""
+    size = shutil.disk_usage("/dev/shm").total / 1e9
+    return demand(size > 1, f"{size:,.2f} GB")
+
+
+def disk() -> str:
+    """How fast this folder's disk takes a file, as a checkpoint: 14 GB for each billion weights."""
+    data, began = os.urandom(2 ** 20) * (1024 if CUDA else 64), time.monotonic()
+    with tempfile.TemporaryFile(dir=".") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    speed = len(data) / 1e9 / (time.monotonic() - began)
+    free = shutil.disk_usage(".").free / 1e9
+    return demand(speed > 0.2 or not CUDA, f"{speed:.1f} GB/s, {free:,.0f} GB free")
+
+
+def on_ranks(*command: str, ranks: int = RANKS) -> str:
+    """What the command prints, a rank on each GPU. Raises ValueError with the end of that if it fails or
+    hangs."""
+    if "graph" in command and not CUDA:
+        raise SkipTest("there is no GPU")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = ["timeout", "600", sys.executable, *(torchrun if ranks > 1 else []), *command]
+    variables = os.environ | dict(HF_HUB_OFFLINE="1", GLOO_TIMEOUT_SECONDS="300")
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    demand(not done.returncode, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout.strip()
+
+
+def sum_over_ranks(graph: bool) -> None:
+    """What each rank does: sum 1 GiB over all, and 1 MiB in a CUDA graph with our allocator's memory."""
+    device, _ = start_processes(dict(seed=0, dtype="bfloat16"))
+    sizes, ranks = (2 ** (29 if CUDA else 24), 2 ** 19), rank_and_ranks()[1]
+    big, small = [torch.ones(size, dtype=torch.bfloat16, device=device) for size in sizes]
+    dist.all_reduce(small)
+    began = now()
+    dist.all_reduce(big)
+    speed = big.nbytes / 1e9 / (now() - began)
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            small.fill_(1)
+            dist.all_reduce(small)
+        captured.replay()
+    demand((big == ranks).all() and (small == ranks).all(), "wrong sums")
+    print0(f"{ranks} ranks, {dist.get_backend()}, {speed:.1f} GB/s")
+    dist.destroy_process_group()
 
 
 def versions(model: Path) -> str:
@@ -140,14 +213,10 @@ def make_model(folder: Path, size: str) -> None:
 
 def steps(out: Path, flags: list[str], ranks: int = 1) -> list[dict]:
     """Run ttrl.py and return the lines of its metrics. Raises ValueError with the end of what it printed."""
-    if ranks > max(1, torch.cuda.device_count()) and CUDA:
+    if CUDA and ranks > RANKS:
         raise SkipTest(f"{ranks} ranks need as many GPUs")
     torch.cuda.empty_cache()  # of the checks before it
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "ttrl.py", *flags, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(HF_HUB_OFFLINE="1"), capture_output=True,
-                          text=True, timeout=900)
-    demand(not done.returncode, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    on_ranks("ttrl.py", *flags, "--out", str(out), ranks=ranks)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -173,23 +242,39 @@ def trained(out: Path, flags: list[str], ranks: int = 1, like: Path | None = Non
                   f"{last['tokens_per_second/sample']:,.0f}, update {last['tokens_per_second/update']:,.0f}")
 
 
-def resumed(out: Path) -> str:
+def resumed(out: Path, ranks: int = 1) -> str:
     """The second step of a run, again from the checkpoint of its first. A GPU may sample other tokens."""
     whole = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     shutil.rmtree(max((out / "checkpoints").iterdir()))
     shutil.rmtree(out / "final")
-    apart = abs(steps(out, ["--resume"])[-1]["grad_norm"] / whole["grad_norm"] - 1)
+    apart = abs(steps(out, ["--resume"], ranks)[-1]["grad_norm"] / whole["grad_norm"] - 1)
     shutil.rmtree(out / "checkpoints")
     return demand(apart < (0.1 if CUDA else 1e-3), f"gradient norm of the same step apart by {apart:.1e}")
 
 
-def checks(folder: Path, size: str, quick: bool):
+def preflight(folder: Path):
     """(name, check) in the order in which they run."""
+    make_model(folder / "tiny", "tiny")
+    yield "machine", machine
+    yield "/dev/shm", shared_memory
+    yield "disk", disk
+    sums = partial(on_ranks, "-m", "tools.gpu_smoke", "--rank")
+    yield "sum over ranks", partial(sums, "eager")
+    yield "sum in a CUDA graph", partial(sums, "graph")
+    flags = [*FLAGS, "--model", str(folder / "tiny"), "--max_new_tokens", "32"]
+    if options.has_vllm():
+        flags += ["--sampler", "vllm", "--tensor_parallel", str(2 - RANKS % 2)]
+    yield "run on all ranks", partial(trained, folder / "run", flags, RANKS, keep=2)
+    yield "--resume", partial(resumed, folder / "run", RANKS)
+
+
+def table(folder: Path, size: str):
+    """The same of --full."""
+    make_model(folder / "model", size)
     model, tokens = folder / "model", {"tiny": "32", "0.5b": "256", "1.5b": "1024"}[size]
     flags = [*FLAGS, "--model", str(model), "--max_new_tokens", tokens]
     hf, vllm, offload = [*flags, "--sampler", "hf"], [*flags, "--sampler", "vllm"], ["--offload", "optimizer"]
     again = partial(trained, like=folder / "hf")
-    yield "machine", machine
     yield "versions", partial(versions, model)
     yield "attention, bfloat16", partial(attention, torch.bfloat16, 0.02)
     yield "attention, float32", partial(attention, torch.float32, 1e-3)
@@ -203,31 +288,31 @@ def checks(folder: Path, size: str, quick: bool):
     if Path(options.SMOLLM2_MODEL).is_dir() and CUDA:  # a pretrained model
         sampler = ["--sampler", "vllm" if options.has_vllm() else "hf"]
         yield "SmolLM2", partial(trained, folder / "smollm2", SMOLLM2 + sampler)
-    if quick:
-        return
     if CUDA:
         yield "hf, --offload", partial(again, folder / "offload", hf + offload)
     yield "hf, two ranks", partial(again, folder / "two", hf, 2)
-    if CUDA:  # without a GPU the slow tests try these
+    if CUDA:
         yield "hf, two, --offload", partial(again, folder / "offload2", hf + offload, 2)
     if CUDA and options.has_vllm():
         yield "vllm, --resume", partial(resumed, folder / "vllm")
         yield "vllm, two ranks", partial(trained, folder / "vllm2", vllm, 2)
-        yield "vllm, parallel", partial(trained, folder / "parallel", [*vllm, "--tensor_parallel", "2"], 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.gpu_smoke", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.5b" if CUDA else "tiny", help="the model's shape")
-    parser.add_argument("--quick", action="store_true", help="ten to twenty minutes, 40 GB of disk")
+    parser.add_argument("--full", action="store_true", help="after the preflight the table; 40 GB of disk")
+    parser.add_argument("--rank", choices=["eager", "graph"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank:  # torchrun started this process
+        return sum_over_ranks(args.rank == "graph")
     if not CUDA and args.size != "tiny":
         sys.exit("Error: torch sees no GPU here; --size tiny tries as much as goes without one.")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model", args.size)
-        results = [verdict(name, check) for name, check in checks(Path(folder), args.size, args.quick)]
+        checks = [*preflight(Path(folder)), *(table(Path(folder), args.size) if args.full else [])]
+        results = [verdict(name, check) for name, check in checks]
     counts = ", ".join([f"{results.count(kind)} {kind}" for kind in ("PASS", "SKIP", "FAIL")])
     print(f"{counts} in {(time.monotonic() - began) / 60:.1f} minutes")
     sys.exit("FAIL" in results)

@@ -214,17 +214,16 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(
     assert_same_runs(out, whole)
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "final"])
-def test_progress_without_a_checkpoint_is_kept(tmp_path, interrupted, whole, left):
+def test_progress_without_a_checkpoint_is_kept(tmp_path, whole):
     out = tmp_path / "run"
-    shutil.copytree(whole if left == "final" else interrupted, out)
-    if left == "final":
-        (out / "metrics.jsonl").unlink()
+    shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints")
-    kept = (out / left).stat().st_mtime_ns
-    with pytest.raises(UserError, match="has made steps, but has no checkpoint; start a new run"):
-        run_toy(ttrl, out, **STEPS, resume=True)
-    assert (out / left).stat().st_mtime_ns == kept
+    for left in ("metrics.jsonl", "final"):
+        kept = (out / left).stat().st_mtime_ns
+        with pytest.raises(UserError, match="has made steps, but has no checkpoint; start a new run"):
+            run_toy(ttrl, out, **STEPS, resume=True)
+        assert (out / left).stat().st_mtime_ns == kept
+        (out / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path):
@@ -236,24 +235,13 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 # ---------------------------------------- folders that are not the run's -----------------------------------
-LINES = b'5\n[1]\nnull\n{"step":null}\n{"step":1,"reward":1.0}\n{"st'
-FOLDERS = {  # fault -> (file, its bytes, exit code, words)
-    "a file too many": ("checkpoints/step_00000004/x.safetensors", b"", 2, "is damaged ("),
-    "metrics: half a line": ("metrics.jsonl", LINES, 0, "Final model"),
-    "run.json is damaged": ("run.json", b'{"script": "tt', 2, "cannot be read, it is damaged"),
-}
-
-
-@pytest.mark.parametrize("fault", FOLDERS)
-def test_a_damaged_folder_resumes_or_says_why_not(tmp_path, launch, interrupted, fault):
-    name, content, expected, words = FOLDERS[fault]
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path, interrupted, whole):
     out = tmp_path / "run"
     shutil.copytree(interrupted, out)
-    (out / name).write_bytes(content)
-    code, printed, errors = launch(resume=True, out=out, steps=5)
-    assert code == expected and "Traceback" not in errors and words in printed + errors
-    if code == 0:
-        assert read_lines(out / "metrics.jsonl")[-1]["step"] == 5
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step":5,"reward":1.0}\n{"st')
+    run_toy(ttrl, out, **STEPS, resume=True)
+    assert_same_runs(out, whole)
 
 
 def test_somebodys_own_file_is_not_written_over(tmp_path, launch):
@@ -438,11 +426,6 @@ def test_a_start_that_failed_can_be_repeated(tmp_path, launch, monkeypatch, plac
             assert launch(**flags)[0] == (1 if error is RuntimeError else 2)
     gc.collect()  # in a process of its own the run's lock would be gone with it
     assert launch(**flags)[0] == 0
-
-
-def test_an_evaluation_without_answers_says_why(tmp_path, launch):
-    _, printed, _ = launch("evaluate", benchmarks="toy", samples=1, max_new_tokens=2, out=tmp_path / "run")
-    assert "Warning: toy: 0% of the responses have an answer" in printed and "100% were cut off" in printed
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole, monkeypatch):

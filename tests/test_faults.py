@@ -161,10 +161,10 @@ def test_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, whole):
     process = start(out, checkpoint_every=0)
     assert wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics_of(out)) >= 3, process)
     for _ in range(2):  # Slurm's, and the one that torchrun passes on
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGHUP)
         time.sleep(0.01)
     process.join(60)
-    assert process.exitcode == 128 + signal.SIGTERM
+    assert process.exitcode == 128 + signal.SIGHUP
     done = metrics_of(out)[-1]["step"]
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:08d}"]
     finish(out, resume=True, checkpoint_every=0)

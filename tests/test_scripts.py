@@ -163,7 +163,7 @@ def test_bad_updates_are_skipped_and_counted_and_in_a_row_stop_the_run(watch, mo
 
 
 @pytest.mark.parametrize("script, loss_aggregation", [
-    *[(script, "seq-mean") for script in SCRIPTS], ("ttrl", "token-mean"), ("dynamic_rl", "token-mean")])
+    ("ttrl", "seq-mean"), ("ttrl", "token-mean"), ("restrain", "seq-mean"), ("dynamic_rl", "token-mean")])
 def test_what_has_no_gradient_is_not_computed(script, loss_aggregation, watch, monkeypatch):
     """Without KL and entropy term: prompts that agree are neither scored nor back-propagated, in the same
     means. Some minibatch has no gradient at all: AdamW's momentum moves the weights all the same."""
@@ -177,9 +177,8 @@ def test_what_has_no_gradient_is_not_computed(script, loss_aggregation, watch, m
         for name in ("loss", "grad_norm", "reward"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
     left_out = [r for r in seen.updates[0].train if not r.advantage and not getattr(r, "minus", 0)]
-    if script != "scrl":
-        assert all(r.entropy is None for r in left_out)
-    if script in ("ttrl", "ettrl"):  # the fifth problem's answers agree
+    assert all(r.entropy is None for r in left_out)
+    if script == "ttrl":  # the fifth problem's answers agree
         norms = [update.grad_norm for update in seen.updates[:5]]
         assert left_out and min(norms) == 0 < max(norms)
 
@@ -366,11 +365,9 @@ def test_samples_hold_every_question_and_what_was_made_of_it(watch):
     seen = watch("dynamic_rl")
     questions = written_questions(seen)
     logged = next(row["questions"] for row in read_lines(seen.out / "samples.jsonl") if "questions" in row)
-    assert [entry["text"] for entry in logged] == [f"Question: {question.text}" for question in questions]
-    assert [entry["kept"] for entry in logged] == [True, False, True, True, True]
-    assert [entry["p"] for entry in logged] == [4 / 8, 3 / 8, 2 / 8, 7 / 8, 8 / 8]
-    assert [entry["answer"] for entry in logged] == ["707", "101", "101", "101", "707"]
-    assert [entry["advantage"] for entry in logged] == [question.response.advantage for question in questions]
+    shares = [4 / 8, 3 / 8, 2 / 8, 7 / 8, 8 / 8]
+    wanted = [(f"Question: {q.text}", q.response.advantage, p) for q, p in zip(questions, shares)]
+    assert [(entry["text"], entry["advantage"], entry["p"]) for entry in logged] == wanted
 
 
 @effect("dynamic_rl", paper=False, max_question_tokens=8)
@@ -390,14 +387,11 @@ def test_effect_of(script, both, flags, check, paper, watch):
 
 
 # ------------------------------------------- flags that need a run of their own ----------------------------
-def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch, capsys):
+def test_overlong_prompts_are_left_out_and_the_epochs_are_of_the_others(watch):
     """epochs x (problems // prompts_per_batch) steps, unless --steps says."""
     base = watch("ttrl", epochs=3, steps=1, prompts_per_batch=2, **TINY)
     lengths = sorted(len(problem.prompt_ids) for problem in base.run.problems)
-    capsys.readouterr()
     seen = watch("ttrl", epochs=3, steps=0, prompts_per_batch=2, max_prompt_tokens=lengths[2], **TINY)
-    message = f"2 problems have more than --max_prompt_tokens {lengths[2]} and are left out"
-    assert message in capsys.readouterr().out
     assert all(len(p.prompt_ids) <= lengths[2] for p in seen.run.problems)
     assert [line["step"] for line in seen.metrics] == [1, 2, 3] and len(base.metrics) == 1
 
@@ -429,18 +423,12 @@ def test_how_it_is_evaluated(flags, watch):
         assert call.temperature == 0 and [request.n for request in call.requests] == [1] * 5
 
 
-def test_run_folder(watch, tmp_path, monkeypatch):
-    """Checkpoints every so many steps and at the end, the last ones kept."""
-    monkeypatch.chdir(tmp_path)
+def test_checkpoints_are_kept(watch):
+    """Every so many steps and at the end, the last ones."""
     seen = watch("ttrl", steps=5, checkpoint_every=2, keep_checkpoints=2, **TINY)
     names = [path.name for path in sorted((seen.out / "checkpoints").iterdir())]
     assert names == ["step_00000004", "step_00000005"]
     assert not (watch("ttrl", checkpoint_every=0, **TINY).out / "checkpoints").exists()
-
-    seen.args.steps, seen.args.machine.out = 1, ""
-    seen.module.main(seen.args)  # runs/SCRIPT-TIME-PROCESS
-    folder, = (tmp_path / "runs").iterdir()
-    assert (folder / "final").exists()
 
 
 PAPERS = dict(  # not the toy's; where a paper says so: Args

@@ -74,7 +74,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
-    rank, _ = rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:
@@ -95,9 +95,11 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                            "--resume continues from the newest checkpoint.")
         get_error_handler().record_exception(error)  # for torchrun
         logging.exception(f"An error in {place[0]}:")
-        if distributed():
-            logging.error(phases())
-        leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
+        try:
+            if distributed() and ranks > 1:
+                logging.error(phases())
+        finally:
+            leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
     if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
@@ -122,7 +124,7 @@ def watch(every: int = 600) -> None:
             time.sleep(1)
             if second % every == 0:
                 if place[0] == before:
-                    logging.error(phases())
+                    logging.error(f"No new phase for {every} s. {phases()}")
                 before = place[0]
 
 

@@ -190,7 +190,7 @@ def test_a_long_wait_names_the_phase_of_every_rank(monkeypatch, caplog):
     monkeypatch.setattr(process, "rank_and_ranks", lambda: (0, 2))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     process.watch(every=2)
-    assert caplog.messages == ["Phases by rank: no phase, sample since 12:00:00"]
+    assert caplog.messages == ["No new phase for 2 s. Phases by rank: no phase, sample since 12:00:00"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

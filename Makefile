@@ -72,6 +72,7 @@ lint: .venv/made
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv-lab/made: requirements/lab.txt
 	$(NEW)
+	@echo "Installing torch, transformers and Jupyter into .venv-lab: about 1.5 GB, two to four minutes."
 	$(LAB)/pip $(TORCH) $(COMPILE)
 	$(LAB)/pip install -q $(COMPILE) -r requirements/lab.txt
 	touch $@

@@ -5,6 +5,7 @@ run_folder.py."""
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import sys
@@ -21,7 +22,7 @@ from engine.process import at_exit
 from engine.ranks import distributed, on_rank_0, print0
 from engine.run_folder import RunFolder, has_evaluation, script_name
 
-HEADLINE = ("reward", "majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+HEADLINE = ("majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
 
 
@@ -33,7 +34,7 @@ class Log(RunFolder):
     def __init__(self, options: dict, device, identity: dict, changed: dict):
         """changed: the options that are not the script's defaults, for the model card."""
         super().__init__(options, device, identity)
-        self.changed, self.board, self.bad_steps, self.warned = changed, None, 0, False
+        self.changed, self.board, self.bad_steps, self.warned = changed, None, 0, set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -97,7 +98,9 @@ class Log(RunFolder):
         class."""
         n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
         if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {repr(rewards)[:80]}")
+            shape = f"[{', '.join(map(str, rewards.shape))}] " if isinstance(rewards, torch.Tensor) else ""
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {shape}"
+                             f"{repr(rewards)[:80]}")
         named = [*classes, *(label if isinstance(label, dict) else [label]), *negatives]
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in named):
             raise ValueError(f"there must be {n} classes, and label and negatives be classes, which are "
@@ -108,22 +111,37 @@ class Log(RunFolder):
                                 label=label, negatives=sorted(negatives)))
 
     def tokens(self, weight_T: torch.Tensor, **values_T: torch.Tensor) -> None:
-        """Add up per-token values [T], and their weights, over the micro-batches of an optimizer step."""
+        """Add up per-token values [T], and their weights, over the micro-batches of an optimizer step.
+
+        Raises ValueError if they have another shape than the weights: [T, 1] times [T] would be a loss of
+        every token with the advantage of every other one."""
         for name, values in values_T.items():
-            sums = torch.stack([(values.detach().float() * weight_T).sum(), weight_T.sum()])
+            if weight_T.dim() != 1 or values.shape != weight_T.shape:
+                raise ValueError(f"{name} must have one value per response token, as weight_T, but {name} has "
+                                 f"the shape {list(values.shape)}, and weight_T {list(weight_T.shape)}")
+            weighted_T = values.detach().float() * weight_T
+            sums = torch.stack([weighted_T.sum(), weight_T.sum(), weighted_T.abs().sum()])
             self.sums[name] = self.sums.get(name, 0.0) + sums
 
     def update(self, grad_norm: float) -> None:
-        """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped."""
+        """End of an optimizer step: its means over all ranks are kept, or it is counted as skipped.
+
+        Raises ValueError if the loss has no gradient, UserError after MAX_BAD_STEPS skipped ones in a row."""
         # sorted: the same order on all ranks, whose micro-batches may differ
         names, means = sorted(self.sums), dict(grad_norm=grad_norm)
-        sums = torch.stack([self.sums[name] for name in names])  # [names, 2]
+        sums = torch.stack([self.sums[name] for name in names])  # [names, 3]
         if distributed():
             dist.all_reduce(sums)
-        for name, (total, weight) in zip(names, sums.tolist()):
+        for name, (total, weight, size) in zip(names, sums.tolist()):
             # Responses without a gradient were not computed: they add 0 to the loss, but are in no mean.
             if name == "loss":
                 means[name] = total
+                # a step's first update is at ratio 1, where nothing is clipped; KL alone is some 1e-10
+                if not self.updates and grad_norm < 1e-7 * size:
+                    raise ValueError("the loss is not 0, but its gradient is: a log-prob in it was detached")
+                if weight > 2.01:  # of one mean 1, of Dynamic RL's two 2
+                    self.warn_once(f"the weights of a loss sum to {weight:.4g}, those of a mean to 1: is it "
+                                   "a sum?")
             elif weight:
                 means[name] = total / weight
         self.sums = {}
@@ -133,9 +151,11 @@ class Log(RunFolder):
             return
         self.skipped += 1
         self.bad_steps += 1
+        wrong = f"a {'gradient' if math.isfinite(means.get('loss', 0.0)) else 'loss'} that is NaN or infinite"
+        self.warn_once(f"an optimizer step was skipped: it had {wrong}.")
         if self.bad_steps >= MAX_BAD_STEPS:
-            raise UserError(f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient; "
-                            "give a lower --lr.")
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had {wrong}; give a lower --lr, or look "
+                            "for a division by 0, a root or a logarithm in a loss of your own.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -206,44 +226,105 @@ class Log(RunFolder):
         for group in self.groups:  # only now: a fork may ask the same problem twice in a step
             self.majorities[group["prompt"].text] = group["verdicts"]["answer"]
 
+    def warn_once(self, text: str, kind: str = "") -> None:
+        """Print a warning, each kind once in a run. kind: its first word, if not given."""
+        kind = kind or text.split()[0]
+        if kind not in self.warned:
+            self.warned.add(kind)
+            print0(f"Warning: {text}")
+
     def _warn_of_few_answers(self, step: int) -> None:
         """Once in a run, if most responses of a step have no answer."""
         advice = few_answers([r for group in self.groups for r in group["responses"]])
-        if advice and not self.warned:
-            print0(f"Warning: step {step}: {advice}")
-            self.warned = True
+        if advice:
+            self.warn_once(f"step {step}: {advice}", "few answers")
 
     def finish(self) -> None:
-        """Close what is open; print a table of the evaluations before and after, and what to open next."""
+        """Close what is open; say what happened, print a table of it, and what to open next.
+
+        Raises UserError if no optimizer step was taken, since all were skipped."""
         self.bar.close()
         if self.board:
             self.board.close()
-        print0(f"{evaluation_table(self.history)}\nFinal model: {self.path / 'final'}\n"
-               f"What happened, with every vote: python -m tools.report {self.path}")
+        steps = [line for line in self.history if "skipped_updates" in line]
+        skipped = int(sum(line["skipped_updates"] for line in steps))
+        if skipped and not any("grad_norm" in line for line in steps):
+            raise UserError(f"all {skipped} optimizer steps were skipped, since their loss or gradient was NaN "
+                            f"or infinite: {self.path / 'final'} is the model that the run began with.")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
+        print0(f"\n{self.story(steps)}\n{evaluation_table(self.history)}")
+        if skipped:
+            print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
+        print0(f"\nFinal model: {self.path / 'final'}\n"
+               f"Every vote on one page: python -m tools.report {self.path}\n"
+               "A change of your own: docs/fork.md")
+
+    def story(self, steps: list[dict]) -> str:
+        """What was trained on what, and what_happened."""
+        model, data = (told(self.options[name]) or "toy" for name in ("model", "dataset"))
+        trained = f"{script_name()}.py trained {model} for {len(steps)} steps on {data} "
+        trained += f"(--labels {self.options['labels']})."
+        return "\n".join(filter(None, [trained, what_happened(self.history, self.options)]))
+
+
+def what_happened(lines: list[dict], options: dict) -> str:
+    """From where to where the accuracy went, on problems that were not trained on if there are any, beside
+    what the base model can do without training; empty without an evaluation. lines: of metrics.jsonl."""
+    evaluated, data = [line for line in lines if has_evaluation(line)], options.get("dataset", "")
+    names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
+    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", data)))
+    if not names:
+        return ""
+    name, scores = names[0], []
+    first, last = ({key.removeprefix(f"eval/{name}/"): f"{value:.0%}" for key, value in line.items()}
+                   for line in (evaluated[0], evaluated[-1]))
+    for metric, words in (("greedy", "greedily"), ("pass@1", "sampled")):
+        if metric in last:
+            before = f"{first[metric]} before and " if len(evaluated) > 1 and metric in first else ""
+            scores.append(f"{words} on {before}{last[metric]}{' after' if before else ''}")
+    text = f"On {name}{'' if name in ('mean', 'train', data) else ', which it was not trained on,'} it is right "
+    text += f"{', '.join(scores)}.\n"
+    toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
+    votes = max((int(metric[4:]) for metric in first if metric.startswith("maj@")), default=1)
+    if toy and name == "toy_test":  # measured once, of as many votes as the toy's training has
+        with (Path(__file__).parent.parent / "toy/results.csv").open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["toy"] == toy]
+        vote, prompt = (mean(float(row["test"]) for row in rows if row["row"] == kind)
+                        for kind in ("vote", "prompt"))
+        text += (f"Without training the base model's vote of 16 is right on {vote:.0%} of them, its best prompt "
+                 f"on {prompt:.0%}.")
+    elif votes > 1 and evaluated[0]["step"] == 0:
+        text += (f"Without training the base model's vote of {votes} (maj@{votes}) is right on "
+                 f"{first[f'maj@{votes}']}; another prompt was not tried.")
+    return text
 
 
 def evaluation_table(history: list[dict]) -> str:
-    """The first and the last evaluation side by side; empty without one."""
+    """The first and the last evaluation side by side, of pass@k and maj@k the largest k; empty without one."""
     evaluated = [line for line in history if has_evaluation(line)]
     if not evaluated:
         return ""
     before, after = evaluated[0], evaluated[-1]
+    largest = str(max((int(name.rpartition("@")[2]) for name in after if "@" in name), default=1))
     lines = [f"\n{'':34}{'step ' + str(before['step']):>12}{'step ' + str(after['step']):>12}"]
     for name, value in after.items():
-        if name.startswith("eval/") and not name.endswith("stderr"):
+        metric, _, k = name.rpartition("/")[2].partition("@")
+        if name.startswith("eval/") and (metric in ("greedy", "length") or k in ("1", largest)):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join([*lines, "pass@1: the share of right responses, greedy: at temperature 0; pass@k: of "
-                      "problems that at least one of k solves; maj@k: where the majority of k is right"])
+    return "\n".join([*lines, "greedy: the share of right responses at temperature 0; pass@1: sampled; pass@k: "
+                      "of problems that\nat least one of k solves; maj@k: where the majority of k is right; "
+                      "length: in tokens"])
+
+
+def told(value) -> str:
+    """An option as others may read it: of a local path only the name."""
+    return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
 
 
 def model_card(options: dict, changed: dict, history: list[dict]) -> str:
     """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
-    def public(value) -> str:
-        return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
-
-    model = public(options["model"]) or "toy"
+    model = told(options["model"]) or "toy"
     script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
     if "/" in model:  # a name of the Hub

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import os
@@ -76,9 +77,13 @@ class MicroBatch:
         self.length_T = self.per_token([max(r.length, 1) for r in responses])   # of the token's response
         masks = [torch.ones(len(r.response_ids)) if r.mask is None else r.mask for r in responses]
         self.mask_T = self.cat(masks)
-        self.advantage_T = self.per_token([r.advantage for r in responses])
         self.old_logp_T = self.cat([r.old_logp for r in responses])             # None: not scored
         self.ref_logp_T = self.cat([r.ref_logp for r in responses])             # None: no reference model
+
+    @functools.cached_property
+    def advantage_T(self) -> torch.Tensor:
+        """[T] only here, in the update: check_batch has told by then of what is no number."""
+        return self.per_token([r.advantage for r in self.responses])
 
     def per_token(self, values: list[float]) -> torch.Tensor:
         """[T] one number per response, repeated over its tokens."""
@@ -101,7 +106,7 @@ class WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_T):
-        if grad_T.any():
+        if grad_T.nan_to_num(0.0).any():  # of a NaN the log says more
             raise ValueError("the loss has an entropy term, but policy.logprobs was told the entropy_coef 0; "
                              "give it the weight of that term")
         return None, None
@@ -304,8 +309,13 @@ def same_responses(responses: list) -> None:
 
 
 def check_batch(train: list) -> None:
-    """Raises ValueError if a response has no finite advantage, or if the ranks have different batches."""
+    """Raises ValueError if a response has no finite advantage or a mask that is none, or if the ranks have
+    different batches."""
     for response in train:
+        mask, n = response.mask, len(response.response_ids)
+        if mask is not None and (mask.shape != (n,) or not ((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"a response of {n} tokens has the mask {repr(mask)[:80]} of the shape "
+                             f"{list(mask.shape)}; a mask is a tensor [{n}] of 0 and 1")
         advantage = response.advantage
         if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
             raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "

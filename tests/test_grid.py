@@ -86,6 +86,22 @@ def test_page_marks_label_negatives_and_gold_answer():
     assert [row["number"] for c in vote["classes"] for row in c["rows"]] == [2, 3, 1, 4]
 
 
+def test_the_first_sentences_are_made_of_the_runs_numbers():
+    lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
+             {"step": 9, "reward": 1},
+             {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
+    options = dict(dataset="train")
+    said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), options)
+    assert said.startswith("On test, which it was not trained on, it is right greedily on 6% before and 70% "
+                           "after, sampled on 30% before and 60% after. Without training the base model's "
+                           "vote of 32 (maj@32) is right on 68%; another prompt was not tried. Majorities in")
+    assert report.told(lines[2:], {}, options) == (
+        "On test, which it was not trained on, it is right greedily on 70%, sampled on 60%.")
+    lines = [{name.replace("/test/", "/toy_test/"): value for name, value in line.items()} for line in lines]
+    assert "vote of 16 is right on 77% of them, its best prompt on 81%." in report.told(
+        lines, {}, dict(dataset="toy", model=""))
+
+
 @pytest.fixture
 def browse(tmp_path):
     """browse(run, script) -> what its page shows after that script; no line in the console."""

@@ -6,6 +6,8 @@ import functools
 import math
 import os
 import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -162,6 +164,41 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
     monkeypatch.setattr(module, name, function)
     with pytest.raises((ValueError, TypeError), match=sentence):
         run_toy(ttrl, tmp_path / "run", **SMALL | TINY)
+
+
+SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of the run
+    ("(ratio_T * micro", "(ratio_T[:, None] * micro", r"loss must have one value .* shape \[(\d+), \1\]"),
+    ("(logp_T - micro", "(logp_T.detach() - micro", "the loss is not 0, but its gradient is"),
+    ("loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T", "only for scalar outputs"),
+    ("pg_T = -", "pg_T = math.nan * ", "all 2 optimizer steps were skipped"),
+    ("loss.backward()", "(loss * math.nan).backward()", "all 2 optimizer steps were skipped"),
+    ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", r"tensor \[8\] .* are \[8, 1\]"),
+    ("advantage = advantage", "advantage = advantages_G", "a response has the advantage tensor"),
+    ("advantage = advantage", "advantage = None", "a response has the advantage None"),
+    ("advantage = advantage", "mask = torch.full((responses[i].length,), 0.5)", "a mask is a tensor"),
+    ("d_T = micro.ref_logp_T - logp_T", "d_T = micro.ref_logp_T.sum() - logp_T.sum()", "kl must have one")]
+
+
+def run_slip(old, new, folder):
+    """A run of ttrl.py with one piece of its text changed."""
+    text = (ROOT / "ttrl.py").read_text()
+    assert text.count(old) == 1
+    slip = types.ModuleType("ttrl")
+    sys.modules["slip"], slip.__file__ = slip, ttrl.__file__
+    exec(compile(text.replace(old, new), "slip.py", "exec"), vars(slip))
+    run_toy(slip, folder, **SMALL | dict(steps=1))
+
+
+@pytest.mark.parametrize("old, new, sentence", SLIPS)
+def test_a_slip_in_the_loop_does_not_train_on(old, new, sentence, tmp_path):
+    with pytest.raises((ValueError, TypeError, RuntimeError, common.UserError), match=sentence):
+        run_slip(old, new, tmp_path / "run")
+
+
+def test_a_sum_for_a_mean_is_told(tmp_path, capsys):
+    run_slip("weight_T = micro.mask_T / (micro.length_T * len(minibatch))", "weight_T = micro.mask_T",
+             tmp_path / "run")
+    assert "Warning: the weights of a loss sum to " in capsys.readouterr().out
 
 
 def test_an_options_name_that_every_run_has_is_refused():

@@ -17,7 +17,8 @@ from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError
-from engine.run_folder import has_evaluation, read_jsonl, read_metrics
+from engine.log import what_happened
+from engine.run_folder import read_jsonl, read_metrics
 
 OPTIMIZER = "loss kl grad_norm clip_fraction logp_diff_max prompt_weight lr skipped_updates".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
@@ -69,30 +70,16 @@ def fates(votes: list[dict]) -> dict[str, float]:
     return shares | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
 
 
-def told(lines: list[dict], fates: dict[str, float], dataset: str) -> str:
-    """What happened, in sentences made of the run's own numbers. found: its fates."""
-    evaluated, text = [line for line in lines if has_evaluation(line)], ""
-    names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
-    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", dataset)))
-    if test := [*names, ""][0]:  # of problems that were not trained on, if there are any
-        def percent(line: dict) -> dict[str, str]:
-            return {name.removeprefix(f"eval/{test}/"): f"{value:.0%}" for name, value in line.items()}
-
-        first, last = percent(evaluated[0]), percent(evaluated[-1])
-        before = {name: f"from {value} to " for name, value in first.items() if len(evaluated) > 1}
-        scores = [f"{words} {before.get(metric, '')}{last[metric]}"
-                  for metric, words in (("greedy", "greedy"), ("pass@1", "sampled")) if metric in last]
-        text = f"Right answers on {test}: {', '.join(scores)}. "
-        votes = max((int(name[4:]) for name in first if name.startswith("maj@")), default=1)
-        if votes > 1 and evaluated[0]["step"] == 0:
-            text += f"The base model's majority vote (maj@{votes}) was right on {first[f'maj@{votes}']}. "
+def told(lines: list[dict], fates: dict[str, float], options: dict) -> str:
+    """What happened, in sentences made of the run's own numbers."""
+    text = what_happened(lines, options).replace("\n", " ")
     if "learned" in fates:
-        text += (f"Majorities in training, first and last: {fates['corrupted']:.0%} of the problems were "
+        text += (f" Majorities in training, first and last: {fates['corrupted']:.0%} of the problems were "
                  f"corrupted (right, then wrong), {fates['learned']:.0%} learned (wrong, then right), "
-                 f"{fates['kept']:.0%} kept (right, right), {fates['never']:.0%} never right. ")
+                 f"{fates['kept']:.0%} kept (right, right), {fates['never']:.0%} never right.")
     if "flip_rate" in fates:
-        text += f"From one vote on a problem to the next {fates['flip_rate']:.0%} of the majorities changed."
-    return text
+        text += f" From one vote on a problem to the next {fates['flip_rate']:.0%} of the majorities changed."
+    return text.strip()
 
 
 def explained(metrics: list[str]) -> dict[str, str]:
@@ -126,18 +113,6 @@ def panels(lines: list[dict]) -> dict[str, dict]:
     return {kind: drawn for kind, drawn in found.items() if drawn}
 
 
-def summary(curves: dict[str, dict]) -> str:
-    """Markdown: the evaluations, first and last; some metrics of step 1 and of the last five."""
-    rows = ["| | start | end |", "|---|---|---|"]
-    for name, curve in (curves.get("Accuracy", {}) | curves.get("Learning", {})).items():
-        values, scored = [*curve.values()], name.startswith("eval/")
-        if values and (scored or name in ("length", "reward", "majority_accuracy", "distinct_answers")):
-            last = values[-1:] if scored else values[-5:]
-            title = name[5:].replace("/", " ") if scored else f"{name.replace('_', ' ')}: step 1, last five"
-            rows.append(f"| {title} | {values[0]:.2f} | {sum(last) / len(last):.2f} |")
-    return "\n".join(rows) + "\n" if rows[2:] else ""
-
-
 def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
     """What the page shows of a run. numbers: {question: its number on the page}, which is filled.
 
@@ -163,7 +138,7 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
     paper = script.read_text(encoding="utf-8").partition("\n")[0].strip('"') if script.exists() else ""
     return dict(name=folder.resolve().name, method=about.get("script", ""), paper=paper,
                 about=", ".join(options), votes=votes, kept=kept, others=others,
-                told=told(lines, fates(votes), args.get("dataset", "")),
+                told=told(lines, fates(votes), args),
                 evaluations=read_jsonl(folder / "evaluations.jsonl"))
 
 
@@ -187,14 +162,12 @@ def page_data(folder: Path) -> dict:
                 explained=explained([name for drawn in curves.values() for name in drawn]))
 
 
-def write_report(folder: Path, out: Path) -> str:
-    """Write the page of a run; returns its summary. Raises UserError if it is no run, OSError if `out`
-    cannot be written."""
+def write_report(folder: Path, out: Path) -> None:
+    """Write the page of a run. Raises UserError if it is no run, OSError if `out` cannot be written."""
     data = page_data(folder)
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", text)
     out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
-    return summary(data["curves"])
 
 
 def main() -> None:
@@ -205,7 +178,8 @@ def main() -> None:
     options = parser.parse_args()
     out = options.out or options.run / "report.html"
     try:
-        print(f"{write_report(options.run, out)}{out}")
+        write_report(options.run, out)
+        print(out)
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
 

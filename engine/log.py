@@ -117,8 +117,8 @@ class Log(RunFolder):
         every token with the advantage of every other one."""
         for name, values in values_T.items():
             if weight_T.dim() != 1 or values.shape != weight_T.shape:
-                raise ValueError(f"{name} must have one value per response token, as weight_T, but {name} has "
-                                 f"the shape {list(values.shape)}, and weight_T {list(weight_T.shape)}")
+                raise ValueError(f"{name} must have one value per response token, as weight_T, but has the "
+                                 f"shape {list(values.shape)}, and weight_T has {list(weight_T.shape)}")
             weighted_T = values.detach().float() * weight_T
             sums = torch.stack([weighted_T.sum(), weight_T.sum(), weighted_T.abs().sum()])
             self.sums[name] = self.sums.get(name, 0.0) + sums
@@ -154,8 +154,8 @@ class Log(RunFolder):
         wrong = f"a {'gradient' if math.isfinite(means.get('loss', 0.0)) else 'loss'} that is NaN or infinite"
         self.warn_once(f"an optimizer step was skipped: it had {wrong}.")
         if self.bad_steps >= MAX_BAD_STEPS:
-            raise UserError(f"{self.bad_steps} optimizer steps in a row had {wrong}; give a lower --lr, or look "
-                            "for a division by 0, a root or a logarithm in a loss of your own.")
+            raise UserError(f"{self.bad_steps} optimizer steps in a row had {wrong}; give a lower --lr, or "
+                            "look for a division by 0, a root or a logarithm in a loss of your own.")
 
     def step(self, step: int, trained: list, **own: float) -> None:
         """End of a step: its line of metrics.jsonl, its votes and samples, the progress bar.
@@ -249,8 +249,8 @@ class Log(RunFolder):
         steps = [line for line in self.history if "skipped_updates" in line]
         skipped = int(sum(line["skipped_updates"] for line in steps))
         if skipped and not any("grad_norm" in line for line in steps):
-            raise UserError(f"all {skipped} optimizer steps were skipped, since their loss or gradient was NaN "
-                            f"or infinite: {self.path / 'final'} is the model that the run began with.")
+            raise UserError(f"all {skipped} optimizer steps were skipped, since their loss or gradient was "
+                            f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
         print0(f"\n{self.story(steps)}\n{evaluation_table(self.history)}")
@@ -276,32 +276,35 @@ def what_happened(lines: list[dict], options: dict) -> str:
     names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", data)))
     if not names:
         return ""
-    name, scores = names[0], []
-    first, last = ({key.removeprefix(f"eval/{name}/"): f"{value:.0%}" for key, value in line.items()}
-                   for line in (evaluated[0], evaluated[-1]))
-    for metric, words in (("greedy", "greedily"), ("pass@1", "sampled")):
-        if metric in last:
-            before = f"{first[metric]} before and " if len(evaluated) > 1 and metric in first else ""
-            scores.append(f"{words} on {before}{last[metric]}{' after' if before else ''}")
-    text = f"On {name}{'' if name in ('mean', 'train', data) else ', which it was not trained on,'} it is right "
-    text += f"{', '.join(scores)}.\n"
+    name, first, last = names[0], evaluated[0], evaluated[-1]
+    unseen = "" if name in ("mean", "train", data) else ", which it was not trained on,"
+    scores = []
+    for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
+        if metric in last and metric in first and len(evaluated) > 1:
+            scores.append(f"{words} on {first[metric]:.0%} before and {last[metric]:.0%} after")
+        elif metric in last:
+            scores.append(f"{words} on {last[metric]:.0%}")
+    text = f"On {name}{unseen} it is right {', '.join(scores)}.\n"
     toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
-    votes = max((int(metric[4:]) for metric in first if metric.startswith("maj@")), default=1)
-    if toy and name == "toy_test":  # measured once, of as many votes as the toy's training has
+    if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has
+        known = {}
         with (Path(__file__).parent.parent / "toy/results.csv").open(encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["toy"] == toy]
-        vote, prompt = (mean(float(row["test"]) for row in rows if row["row"] == kind)
-                        for kind in ("vote", "prompt"))
-        text += (f"Without training the base model's vote of 16 is right on {vote:.0%} of them, its best prompt "
-                 f"on {prompt:.0%}.")
-    elif votes > 1 and evaluated[0]["step"] == 0:
-        text += (f"Without training the base model's vote of {votes} (maj@{votes}) is right on "
-                 f"{first[f'maj@{votes}']}; another prompt was not tried.")
-    return text
+            for row in csv.DictReader(file):
+                if row["toy"] == toy:
+                    known.setdefault(row["row"], []).append(float(row["test"]))
+        vote, prompt = mean(known["vote"]), mean(known["prompt"])
+        return text + (f"Without training the base model's vote of 16 is right on {vote:.0%} of them, its "
+                       f"best prompt on {prompt:.0%}.")
+    votes = [metric for metric in first if metric.startswith(f"eval/{name}/maj@")]
+    if votes and first["step"] == 0:  # the last is of all samples
+        k = votes[-1].rpartition("@")[2]
+        text += (f"Without training the base model's vote of {k} (maj@{k}) is right on "
+                 f"{first[votes[-1]]:.0%}; another prompt was not tried.")
+    return text.rstrip()
 
 
 def evaluation_table(history: list[dict]) -> str:
-    """The first and the last evaluation side by side, of pass@k and maj@k the largest k; empty without one."""
+    """The first and the last evaluation side by side, with the largest k alone; empty without one."""
     evaluated = [line for line in history if has_evaluation(line)]
     if not evaluated:
         return ""
@@ -312,9 +315,9 @@ def evaluation_table(history: list[dict]) -> str:
         metric, _, k = name.rpartition("/")[2].partition("@")
         if name.startswith("eval/") and (metric in ("greedy", "length") or k in ("1", largest)):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join([*lines, "greedy: the share of right responses at temperature 0; pass@1: sampled; pass@k: "
-                      "of problems that\nat least one of k solves; maj@k: where the majority of k is right; "
-                      "length: in tokens"])
+    return "\n".join([*lines, "greedy: the share of right responses at temperature 0; pass@1: sampled;",
+                      "pass@k: of problems that at least one of k solves; maj@k: where the majority of k is",
+                      "right; length: in tokens"])
 
 
 def told(value) -> str:

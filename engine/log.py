@@ -332,8 +332,8 @@ def model_card(options: dict, changed: dict, history: list[dict]) -> str:
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
     if "/" in model:  # a name of the Hub
         head.append(f"base_model: {model}")
-    flags = [f"--{name} {public(value)}" for name, value in changed.items() if name not in ("out", "resume")]
-    data = f"Data: {public(options['dataset']) or 'none'}. Labels: {options['labels']}. "
+    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
+    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
     return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
                       f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
                       "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])

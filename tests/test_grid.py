@@ -97,7 +97,7 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
                            "vote of 32 (maj@32) is right on 68%; another prompt was not tried. Majorities in")
     assert report.told(lines[2:], {}, options) == (
         "On test, which it was not trained on, it is right greedily on 70%, sampled on 60%.")
-    lines = [{name.replace("/test/", "/toy_test/"): value for name, value in line.items()} for line in lines]
+    lines = [{"step": 9, "eval/toy_test/pass@1": .6}]
     assert "vote of 16 is right on 77% of them, its best prompt on 81%." in report.told(
         lines, {}, dict(dataset="toy", model=""))
 

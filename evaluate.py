@@ -151,15 +151,18 @@ def save_results(folder: Path, model: str, results: dict) -> None:
 def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, list]:
     """(verdicts, responses): right is what Math-Verify finds in the response's text, whatever its box holds.
 
-    Its rule is no equality (it is not symmetric), so a class of answers is as right as its first response."""
+    Its rule is no equality (it is not symmetric): a class of answers is right if most of its responses are."""
     from math_verify import parse, verify  # only this needs it
     golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
     correct = []
     for response in responses:
         answer = parse(response.text)
         correct.append(any(verify(gold, answer) for gold in golds))
-    first = {c: correct[verdicts["classes"].index(c)] for c in set(verdicts["classes"]) - {None}}
-    return verdicts | dict(correct=correct, right={c for c in first if first[c]}), responses
+    right = set()
+    for c in set(verdicts["classes"]) - {None}:
+        if mean([is_right for is_right, own in zip(correct, verdicts["classes"]) if own == c]) > 0.5:
+            right.add(c)
+    return verdicts | dict(correct=correct, right=right), responses
 
 
 def save_generations(log, name: str, problems: list, graded: list) -> None:

@@ -2,14 +2,14 @@ r"""Tokens -> a tree, by descent: items > statement > union > ratio > sum > prod
 
 A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, ...).
 Kinds of formulas: number constant symbol call + * inverse ^ ! abs binom \lfloor \lceil and the functions.
-Others: list or relation \cup ratio group set matrix row word phrase. What else there is is NotMath.
+Others: list or relation \cup ratio group set matrix row word unit kept. What else there is is NotMath.
 """
 
 import re
 from fractions import Fraction
 from itertools import accumulate
 
-from answers.latex import Token, unit_in
+from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token, unit_name
 
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -18,7 +18,6 @@ _OR = ("or", "ou", "oder", r"\lor")
 _SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
     \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
-_NO_UNIT = (*_RELATIONS, *_SEPARATORS, *r"+ & ] : to \\ \end \} \cup".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
@@ -34,7 +33,6 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"(?=[-\d]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
 _ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
-_RANGE = r"0\.\d+\(\d+\)$|\(*[\d.]+(?:(?:-|\\sim)[\d.]+)+(?=\)*$|,|and|or)|\d+/\d+/\d+(?=$|,)"
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
 _REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
@@ -70,13 +68,17 @@ def walk(node: tuple):
             yield from walk(part)
 
 
+def units_in(node: tuple) -> list[str]:
+    """The units in it, one behind another."""
+    return [part[2] for part in walk(node) if part[0] == "unit"]
+
+
 class Parser:
     """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
     def __init__(self, tokens: list[Token]):
         self.tokens, self.at = list(tokens), 0
         self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
-        self.units = []  # that were passed over in this item
         self.bars = self.degrees = False  # within |..|; within a function of an angle
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
         while self.match(_BEFORE):
@@ -98,9 +100,9 @@ class Parser:
             raise NotMath
         return found
 
-    def match(self, pattern: str, step: bool = True) -> re.Match | None:
+    def match(self, pattern: str, step: bool = True, space: str = "") -> re.Match | None:
         """What matches at the beginning of the next 16 tokens, joined without spaces; step over these."""
-        near = self.tokens[self.at:self.at + 16]
+        near = [space * (t.space and t.isalpha()) + t for t in self.tokens[self.at:self.at + 16]]
         found, ends = re.match(pattern, "".join(near)), [0, *accumulate(map(len, near))]
         if not found or step and found.end() not in ends:  # only a part of a token
             return None
@@ -110,18 +112,17 @@ class Parser:
     def items(self, *ends: str, anew: bool = False) -> tuple:
         """Statements up to one of these tokens: ("list" or "or", ...), or the only one; 5 ft 6 in.
         The parts keep their units if these differ."""
-        nodes, units, either, joint, outer = [], [], False, ",", self.units
+        nodes, either, joined_by = [], False, ","
         while self.peek() not in ("", *ends):
-            if not joint and not (self.units and self.peek()[0].isdigit()):
+            if not joined_by and not (nodes[-1][0] == "unit" and self.peek()[0].isdigit()):
                 raise NotMath
-            self.units, joint = [], ""
             nodes += self.item(anew or not self.depth)
-            units += (self.units or [""])[-1:] * (len(nodes) - len(units))
+            joined_by = ""
             while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
-                joint, either = sign, either or sign in _OR
-        if any(units[:-1]) and len({*units}) > 1:  # one behind the last part is that of all
-            nodes = [("phrase", node, ("word", unit)) for node, unit in zip(nodes, units)]
-        self.units = outer + self.units * (len(nodes) == 1)
+                joined_by, either = sign, either or sign in _OR
+        units = [units_in(node)[-1:] for node in nodes]
+        if any(units[:-1]) and units.count(units[0]) < len(units):  # one behind the last part is that of all
+            nodes = [("kept", node, *unit) for node, unit in zip(nodes, units)]
         return joined("or" if either else "list", nodes)
 
     def item(self, anew: bool) -> list[tuple]:
@@ -140,11 +141,8 @@ class Parser:
         return nodes
 
     def statement(self) -> tuple:
-        """Expressions with relations between them. A range, a score, a date or 0.1(6) is text."""
-        if not self.depth:
-            self.named = 0
-            if self.match(_RANGE, step=False):
-                raise NotMath
+        """Expressions with relations between them."""
+        self.named *= self.depth > 0
         sides, ops = [self.union()], []
         while op := self.take(*_RELATIONS) or self.match(_ROUNDED) and r"\approx":
             ops.append(op)
@@ -163,12 +161,13 @@ class Parser:
 
     def ratio(self) -> tuple:
         """2:3, 3 to 4. In it and in a sum there is only one unit."""
-        before, nodes = len(self.units), [self.sum()]
+        nodes = [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
-        if len({*self.units[before:]}) > 1:
+        node = joined("ratio", nodes)
+        if len({*units_in(node)}) > 1:
             raise NotMath
-        return joined("ratio", nodes)
+        return node
 
     def sum(self) -> tuple:
         """Terms with signs."""
@@ -181,10 +180,9 @@ class Parser:
 
     def product(self) -> tuple:
         """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
-        factors, kind = [self.power()], "*"
-        while not self.unit(factors[-1]):
-            before, t = self.peek(-1), self.peek()
-            fused = factors[-1][0] == "word" if t.space else before == "i"
+        factors = [self.power()]
+        while not (unit := self.unit(factors[-1])):
+            before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
@@ -192,16 +190,18 @@ class Parser:
                 break
             elif before.isdigit() and t.isdigit():  # 2 1/2; 2 3 is no number
                 half = ("*", number(self.expect()), ("inverse", number(self.expect("/") and self.expect())))
-                factors[-1] = ("+", factors[-1], half)
-            elif t[0].isdigit() and (fused == (before in ")!") or factors[-1][0] in ("number", "symbol")):
-                raise NotMath  # 12 by 5, 7R2, (1) 3 (2) 4, (i) 5 (ii) 7; but i4, May 5, (n-2)2^n
+                factors[-1] = ("+", last, half)
+            elif t[0].isdigit() and (before not in ")!" or last[0] in ("number", "symbol", "constant")):
+                raise NotMath  # 7R2, (1) 3 (2) 4; but (n-2)2^n
             else:
                 factor = self.power()
-                mixed = before.isdigit() and t == r"\frac" and factor[0] == "*"  # 2\frac{1}{2}; not 2\frac12!
-                mixed = mixed and factor[1][0] == factor[2][1][0] == "number"
-                kind = "phrase" if "word" in (factors[-1][0], factor[0]) else kind
-                factors[-1:] = [("+", factors[-1], factor)] if mixed else [factors[-1], factor]
-        return joined(kind, factors)
+                kinds = [part[0] for part in walk(factor) if part[0] != "unit"]  # 2\frac{1}{2}; not 2\frac12!
+                mixed = before.isdigit() and t == r"\frac" and kinds == ["*", "number", "inverse", "number"]
+                factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
+        if len(factors) > 1 and "word" in next(zip(*factors)):
+            raise NotMath  # 12 by 5, May 5
+        node = joined("*", factors)
+        return ("unit", node, unit) if unit else node
 
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
@@ -209,25 +209,21 @@ class Parser:
         opens = t == "[" and self.peek(1) in ("", r"\cup") or self.match(_ROUNDED, step=False)  # ]1, 2[
         return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
 
-    def unit(self, factor: tuple) -> bool:
-        """Whether a unit follows, up to the end of the statement or another number; step over it, and over a
-        remark. One without \\text{} stands in no brackets, roots or sums, and beside no other letters."""
+    def unit(self, factor: tuple) -> str:
+        """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in no
+        brackets, roots or sums, and beside no letters."""
         if self.match(_REMARK):
             self.at = len(self.tokens)
-        end, depth = self.at, 0
-        while end < min(len(self.tokens), self.at + 20) and self.tokens[end] not in _NO_UNIT:
-            depth += (self.tokens[end] in "({") - (self.tokens[end] in ")}")
-            if depth < 0 or self.tokens[end][0].isdigit() and self.tokens[end - 1].isalpha():
-                break
-            end += 1
-        bare = not self.depth and not self.named and self.peek(end - self.at) not in ("+", *_RELATIONS)
-        symbol = factor[:2] == ("^", number(10)) or (
-            factor[0] in ("number", "inverse") and self.peek(-1)[0].isdigit())
-        found = unit_in(self.tokens[self.at:end], bare, symbol)
-        if found:
-            self.units.append(found)
-            self.at = end
-        return bool(found)
+        start, digits = self.at, self.peek(-1)[0:].isdigit() and factor[0] in ("number", "inverse")
+        if not (found := self.match(UNIT, space=" ")):
+            return ""
+        bare = WORD_UNIT.fullmatch(found[0]) or SYMBOL_UNIT.fullmatch(found[0]) and (
+            digits or factor[:2] == ("^", number(10)))
+        bare = bare and not self.depth and not self.named and self.peek() not in ("+", "-", *_RELATIONS)
+        if not bare and {t.roman for t in self.tokens[start:self.at] if t.isalpha()} != {True}:
+            self.at = start
+            return ""
+        return unit_name(found[0])
 
     def power(self, exponent: bool = True) -> tuple:
         """A primary with factorial, degrees or an exponent."""
@@ -235,8 +231,8 @@ class Parser:
         if self.take("!"):
             node = ("!", node)
         if self.match(r"\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|\^?\\circ[CF]?"):  # also 5^{th}
-            node = ("*", node, ("constant", "pi"), ("inverse", number(180))) if self.degrees else node
-            self.units += ["degree"] * (not self.degrees)
+            radians = ("*", node, ("constant", "pi"), ("inverse", number(180)))
+            node = radians if self.degrees else ("unit", node, "deg")
         elif exponent and self.take("^"):
             node = ("^", node, self.argument())
         if exponent and self.peek() in ("^", "!"):
@@ -259,10 +255,10 @@ class Parser:
             raise NotMath
         t = self.expect()
         name = t.removeprefix("\\")
-        self.units += t.sign
         if t[0].isdigit():
             marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
             node = self.symbol(t) if marked else number(t)
+            node = ("unit", node, t.sign) if t.sign else node
         elif t in ("(", "[", "]", r"\{"):
             node = self.group(t)
         elif t == "{":
@@ -309,7 +305,7 @@ class Parser:
     def letters(self, t: Token) -> tuple:
         r"""A name (x, AB), a product of letters (xy, AB^2), or words: in \text{}, in a row, or alone."""
         before, after = self.peek(-2), self.peek()
-        alone = {before, after.rstrip("0123456789")} <= {"", "(", ")", *_SEPARATORS}  # also May 5
+        alone = {before, after} <= {"", "(", ")", *_SEPARATORS}
         words = t.roman or self.is_word() or alone and re.fullmatch(_WORDS, t)
         name = t.isupper() and len(t) < 6 and before in _OPEN and after in {*_OPEN[:-4]} - {"^", "!"}
         if len(t) == 1 or not words and name:

@@ -16,8 +16,10 @@ from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; longer answers are compared as strings, keys by their hash
-_UNREAD = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
-           r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]")  # (a) x (b) y
+_TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
+         r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]"  # (a) x (b) y
+         r"|0\.\d+\(\d+\)$|(?:^|,|and|or)(?:\(*[\d.]+(?:(?:-|\\sim)[\d.]+)+(?=\)*$|,|and|or)"  # 0.1(6), 10-20
+         r"|\d+/\d+/\d+(?=$|,))")  # a date
 
 
 def classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
@@ -51,23 +53,22 @@ def key(answer: str) -> str:
     parser = Parser(tokens)
     tokens = tokens[parser.at:]
     try:
-        if not tokens or re.search(_UNREAD, "".join(tokens)):
+        if not tokens or re.search(_TEXT, "".join(tokens)):
             raise NotMath
         _, node = _definition(parser.items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         found = _key(node)
     except NotMath:
-        text = re.sub(r"\{ (\S+) \}", r"\1", " ".join(map(_lower, tokens)))
-        return "text " + (text or answer)
+        return "text " + (re.sub(r"\{ (\S+) \}", r"\1", _lower(tokens)) or answer)
     return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
 
 
-def _lower(word: str) -> str:
-    """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh."""
-    named = re.fullmatch("(?!Vmat)[A-Z][a-z]{3,}|No|YES|NO|TRUE|FALSE|NONE", word)
-    short = getattr(word, "roman", True) and re.fullmatch("[A-Z][a-z]{2}", word)
-    return word.lower() if named or short else word
+def _lower(words: list[str]) -> str:
+    """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh where there are signs."""
+    text = " ".join(words)
+    named = "(?!Vmat)[A-Z][a-z]{3,}|No|NO|Yes|YES|TRUE|FALSE|NONE" + "|[A-Z][a-z]{2}" * (not re.search(r"[-+=^_\\]", text))
+    return re.sub(rf"(?<!\S)(?:{named})(?!\S)", lambda word: word[0].lower(), text)
 
 
 def _key(node: tuple) -> str:
@@ -87,9 +88,9 @@ def _key(node: tuple) -> str:
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
     if kind == "word" or kind == "symbol" and re.fullmatch("[A-Z]{2,}", parts[0]):  # alone, ABC is no BCA
-        return "word " + " ".join(map(_lower, parts[0].split()))
-    if kind == "phrase" and len(parts) == 2:  # May 5, 5 May
-        return " ".join(sorted(map(_key, parts)))
+        return "word " + _lower([parts[0]])
+    if kind in ("unit", "kept"):  # 5 cm is 5, but not in a list of several units
+        return " ".join([_key(parts[0]), *parts[1:] * (kind == "kept")])
     if kind in ("matrix", "row", "ratio"):
         names = sorted(names_in(node)) if parts[-1][0] == "relation" else ""  # of a case
         return f"{kind}({'; '.join(map(_key, parts))}{names})"
@@ -98,30 +99,30 @@ def _key(node: tuple) -> str:
 
 # ------------------------------------------- names and what they are --------------------------------------
 def _definition(node: tuple) -> tuple[str, tuple]:
-    r"""(name, value) of x = 5, V = 4\cdot9 = 36, x\in[1, 2]; ("", node) of what defines nothing."""
+    r"""(name, value) of x = 5, V = 4\cdot9 = 36, x\in[1, 2], x\ge2; ("", node) of what defines nothing."""
     if node[0] != "relation":
         return "", node
+    if interval := _interval(node):
+        return interval
     _, ops, *sides = node
-    if r"\approx" in ops:
-        at = ops.index(r"\approx")
-        value, rounded = sides[at:at + 2]
+    if ops[-1] == r"\approx":
+        value, rounded = sides[-2:]
         named = value[0] == "symbol" and len(ops) == 1
         share = ("*", rounded, ("inverse", value))
         if not named and (names_in(value) or abs(values_of(share)[0] - 1) > 0.05):  # 5\approx 9
             return "", node
-        ops = ("=",) if named else ops[:at]
-        sides = sides[:len(ops) + 1]
-    node = ("relation", ops, *sides) if ops else sides[0]
-    if not ops or {*ops} != {"="} and (
-            ops != (r"\in",) or sides[1][0] not in ("group", "set", "list", r"\cup")):
+        ops, sides = ("=",) if named else ops[:-1], sides[:len(sides) - (not named)]
+        node = ("relation", ops, *sides) if ops else sides[0]
+    sets = ops == (r"\in",) and sides[1][0] in ("group", "set", "list", r"\cup")
+    if not ops or {*ops} != {"="} and not sets:
         return "", node
     if not any(map(names_in, sides)):  # 12\cdot5=60; 2=1 is no 1
         return "", sides[-1] if len({*map(_key, sides)}) == 1 else node
     if not names_in(sides[0]):  # 5=x
         sides.reverse()
     name, *between, value = sides
-    multiples = [side for side in between if names_in(side) and {  # x=2y=3z: by the kinds of the factors
-        *next(zip(*(side[1:] if side[0] == "*" else [side])))} <= {"symbol", "number", "phrase"}]
+    multiples = [side for side in between if names_in(side) and (  # x=2y=3z
+        {part[0] for part in walk(side)} <= {"*", "symbol", "number"})]
     same = [side for side in sides[1:] if names_in(value) or not names_in(side)]  # A=\pi r^2=2\pi
     if not _is_name(name, value) or multiples or len({*map(_key, same)}) > 1:
         return "", node
@@ -132,84 +133,70 @@ def _is_name(node: tuple, value: tuple) -> bool:
     """Whether it is x, f(x), (x, y) but not (y, x), a:b; of a number also |AB|, AB, m+n that was asked for.
     The value is no other name (a=c) and does not hold this one (y'=y, a_{n+1}=2a_n)."""
     kind, *parts = node
+    names = names_in(value)
     if kind in ("group", "ratio"):
-        symbols = parts[2:] if kind == "group" else parts
-        names = [str(part[1]).strip("\\").lower() + "~" for part in symbols if part[0] == "symbol"]  # S_1:S
-        return len(names) == len(symbols) and names == sorted(names)
-    if not names_in(value) and kind in ("abs", "+"):
+        symbols = [part[1] for part in parts if part[0] == "symbol"]
+        return len(symbols) == len(parts) - 2 * (kind == "group") and symbols == sorted(symbols)
+    if not names and kind in ("abs", "+"):
         letters = "[A-Z]{1,2}" if kind == "abs" else "[A-Za-w]|[A-Z]{2}"  # |a|=5 is no 5, nor x+y=5
-        tens = ("*", number(10)), ("*", number(100)), ("*", number(1000))  # 100m+n
-        parts = [part[2] if part[:2] in tens else part for part in parts]
         return all(part[0] == "symbol" and re.fullmatch(letters, part[1]) for part in parts)
-    if kind not in ("symbol", "call") or re.match("[A-Z]{3}", parts[0]) or any(
-            part[0] not in ("symbol", "number") for part in parts[1:]):
+    name, *arguments = parts
+    if kind not in ("symbol", "call") or re.match("[A-Z]{3}", name) or (
+            {part[0] for part in arguments} - {"symbol", "number"}):
         return False
-    if names_in(value) and re.search(r"_.*[-+]|'|^[A-Z]{2}", parts[0]) or (
-            value[0] == "symbol" and not value[1][0].isdigit() and value not in parts):
+    if names and re.search(r"_.*[-+]|'|^[A-Z]{2}", name) or (
+            value[0] == "symbol" and not value[1][0].isdigit() and value not in arguments):
         return False
-    base, *index = re.split("[_(]", parts[0], maxsplit=1)
-    for other in names_in(value):
-        its_base, *its_index = re.split("[_(]", other.strip("'("), maxsplit=1)
-        if its_base == base and (not its_index or {*str(index)} & {*its_index[0]}):  # but v = v_0 + at
-            return False
-    return True
+    base, _, index = name.partition("_")
+    alike = [other for other in names if re.split("[_('.]", other)[0] == base]  # but v = v_0 + at
+    return all(other != name and re.search(r"_\d+$" if index else "_", other) for other in alike)
 
 
 def _list_key(kind: str, items: list[tuple]) -> str:
-    """Names are kept if there are several: x=1, y=2. "or" is a union of inequalities, or of several names."""
+    """Names are kept if there are several, and in x > 1, x < 5. "or" is a union, or a list of numbers."""
     named = [_definition(item) for item in items]
-    names = {re.sub(r"_\d+(?=')", "", name) for name, _ in named}
-    same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x_1=1, x_2=2; n=1, 2, 3
-    intervals = [_interval(value) for _, value in named]
-    several = kind == "list" or len({found[0] for found in intervals if found}) > 1
-    keys = []
-    for (name, value), interval in zip(named, intervals, strict=True):
-        own = _interval_key(*interval, several) if interval else _key(value)
-        keys.append(own if same or not name else f"{name}={own}")
-    united = all(intervals) or len(names - {""}) > 1 or all(value[0] == "group" for _, value in named) and (
-        re.search(r"oo|[][]|\('[a-z]',\)", "".join([*names, *keys])))  # but (1, 2) or (2, 1) are points
+    names = {name for name, _ in named}
+    same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
+    same = same and not (kind == "list" and " in" in "".join(names))
+    keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]
+    united = len(names - {""}) > 1 or all(value[0] in ("group", r"\cup") for _, value in named) and (
+        re.search(r"oo|[][]| in|\('[a-z]',\)", "".join([*names, *keys])))  # but (1, 2) or (2, 1) are points
     if kind == "or" and len({*keys}) == 1:
         return keys[0]  # 0.5 or 1/2
     return "{" + (" U " if kind == "or" and united else "; ").join(sorted(keys)) + "}"
 
 
 def _interval(node: tuple) -> tuple[str, tuple] | None:
-    r"""x\ge2 is ("x", [2, \infty)), x\ne3 is the union of two; None: it is compared as it is."""
-    if node[0] != "relation":
-        return None
+    r"""x\ge2 is ("x in", [2, \infty)), x\ne3 the union of two; None of |x|<2, x<a."""
     _, ops, *sides = node
-    if ops == (r"\ne",) and "symbol" in (sides[0][0], sides[1][0]):
-        name, other = sides if sides[0][0] == "symbol" else sides[::-1]
-        below, above = ("group", "(", ")", minus(INFINITY), other), ("group", "(", ")", other, INFINITY)
-        return name[1], (r"\cup", below, above)
-    if {*ops} & {">", r"\ge"} and {*ops} <= {*FLIPPED}:
-        ops, sides = [FLIPPED[op] for op in reversed(ops)], sides[::-1]
-    ops, names = list(ops), [side[0] in ("symbol", "call", "abs") for side in sides]
-    if len(sides) == 2 and names[0]:
-        ops, sides, names = ["<", *ops], [minus(INFINITY), *sides], [False, *names]
+    differs = ops == (r"\ne",)
+    if {*ops} & {">", r"\ge"}:
+        ops, sides = [FLIPPED.get(op, "") for op in reversed(ops)], sides[::-1]
+    if len(sides) == 2 and sides[0][0] == "symbol":
+        ops, sides = ["<", *ops], [minus(INFINITY), *sides]
     elif len(sides) == 2:
         ops, sides = [*ops, "<"], [*sides, INFINITY]
-    if len(sides) != 3 or not names[1] or not {*ops} <= {"<", r"\le"}:
+    below, name, above = sides if len(sides) == 3 else [node] * 3
+    if name[0] != "symbol" or names_in(below) or names_in(above) or not (
+            re.fullmatch(r"\\?[a-z]+(?:_\w+)?|[A-Z]", name[1]) and (differs or {*ops} <= {"<", r"\le"})):
         return None
     brackets = "(" if ops[0] == "<" else "[", ")" if ops[1] == "<" else "]"
-    return str(sides[1][1]), ("group", *brackets, sides[0], sides[2])
-
-
-def _interval_key(name: str, interval: tuple, several: bool = False) -> str:
-    """The name is dropped if it is a letter and the only one."""
-    plain = re.fullmatch(r"\\?[a-z]+(?:_\w+)?|[A-Z]", name) and not names_in(interval)
-    return ("" if plain and not several else f"{name} in ") + _key(interval)
+    found = ("group", *brackets, below, above)
+    if differs:
+        other = above if below == minus(INFINITY) else below
+        found = (r"\cup", ("group", "(", ")", minus(INFINITY), other), ("group", "(", ")", other, INFINITY))
+    return name[1] + " in", found
 
 
 def _relation_key(node: tuple) -> str:
     _, value = _definition(node)
     if value[0] != "relation":
         return _key(value)
-    if interval := _interval(value):
-        return _interval_key(*interval)
     _, ops, *sides = value
     if ops == ("=",) and not {part[0] for part in walk(value)} & {"group", "set", "list", "matrix", "ratio"}:
         return _equation_key(("+", sides[0], minus(sides[1])))
+    if {*ops} & {">", r"\ge"}:
+        ops, sides = [FLIPPED.get(op, op) for op in reversed(ops)], sides[::-1]
     return " ".join([*ops, *map(_key, sides)])
 
 
@@ -219,8 +206,7 @@ def _equation_key(difference: tuple) -> str:
     if "y" in names_in(difference) and len(names_in(difference)) > 1:
         zero, one, two = [_with_y(difference, number(y)) for y in range(3)]
         slope = ("+", one, minus(zero))
-        slopes = {text_of(value) for value in [*values_of(slope), *values_of(("+", two, minus(one)))]}
-        if len(slopes) == 1 and slopes != {"0"}:
+        if "0" != _key(slope) == _key(("+", two, minus(one))) and _key(slope)[0] != "~":
             return _key(minus(("*", zero, ("inverse", slope))))
     first, *others = values_of(difference)
     if not first or not others:

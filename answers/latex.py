@@ -59,7 +59,7 @@ _SIGN = {ord(sign): command + " " * ("\\" in command) for line in _SIGNS.splitli
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
 _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
        r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
-       r"|\\AA)(?: ?\^ ?-?\d)?")
+       r"|\\AA)(?:\^\{?-?\d\}?)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _KNOWN = (r"(?:percent|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)|mile|yard"
           r"|unit|gram|pound|lit(?:er|re)|point|way|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton|ohm)s?"
@@ -70,15 +70,15 @@ _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelv
 _WORD_UNIT = (rf"(?:(?:sq\.?|square|cubic|percentage) ?)?(?:{_KNOWN}|"
               rf"(?!(?:{'|'.join(_NUMBERS)}|\w+th|third|quarter|dozen|score|lakh|crore|\w+wards?|\w*illion"
               r"|thousand|hundred|has|was|co|off|hal(?:f|ve))(?:e?s)?\b)[a-z]{2,}(?<![ius])s)"
-              rf"(?: (?:squared|cubed|old)|(?: per | ?/ ?)(?:(?:square|cubic) )?(?:{_KNOWN}))?(?: ?\^ ?\d)?")
+              rf"(?: (?:squared|cubed|old)|(?: per |/) ?(?:(?:square|cubic) )?(?:{_KNOWN}))?(?:\^\{{?\d\}}?)?")
 _CHINESE = ("(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a\u4e0b\u591a"
             "\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+")
-_ROMAN_UNIT = re.compile(rf" ?(?:{SYMBOLS}|{_WORD_UNIT}|{_CHINESE}|st|nd|rd|th)[ .]*"
-                         rf"| ?\\frac ?(?:{SYMBOLS}|[a-z]+s) ?(?:{SYMBOLS}|{_KNOWN})")
-_BARE_WORD = re.compile(rf" {_WORD_UNIT}| ?{_CHINESE}")
-_BARE_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?: ?\^ ?\d)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
+UNIT = re.compile(rf" ?(?:{_WORD_UNIT}|{SYMBOLS}|{_CHINESE}|st|nd|rd|th)(?![a-zA-Z_])\.?"
+                  rf"|\\frac\{{? ?(?:{SYMBOLS}|[a-z]+s)\}}?\{{? ?(?:{SYMBOLS}|{_KNOWN})\}}?")
+WORD_UNIT = re.compile(rf" {_WORD_UNIT}| ?{_CHINESE}")
+SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
                         r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|th"
-                        r"|(?:[ck]?m|ft|mi) ?/ ?(?:h|hr|min|s|sec)(?: ?\^ ?\d)?)")
+                        r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
     kilometre|g gram|kg kilogram|L liter litre|degree deg""".split("|") for other in line.split()}
@@ -89,6 +89,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?<!\.)[.\u3002] ?(\}*)$", r"\1"),
     (r"^\{+((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$", r"\1"),  # {5}
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
+    (r"\{ ?\\rm(?![a-z]) ?", r"\\text{"),
     (r"\.\.\.", r"\\ldots "),
     (r"\\not ?=|(?<!\d)!=", r"\\ne "),  # 5!=120
     (r"\\\\\[\w*\]", r"\\\\"),  # \\[3pt]
@@ -223,13 +224,7 @@ def tokens_of(text: str) -> list[Token]:
     return found
 
 
-def unit_in(tokens: list[Token], bare: bool, symbol: bool) -> str:
-    r"""The unit that it is: in \text{}, bare words, bare symbols after a number; else empty."""
-    text = "".join(" " * t.space + t for t in tokens if t not in "{}")
-    letters = [t.roman for t in tokens if t.isalpha()]
-    roman = letters and all(letters)
-    if not (_ROMAN_UNIT.fullmatch(text) if roman else bare and (
-            _BARE_WORD.fullmatch(text) or symbol and _BARE_UNIT.fullmatch(text))):
-        return ""
-    unit = re.sub(r"(?<=\w\w)s$", "", text.strip(" ."))
+def unit_name(text: str) -> str:
+    """The name of a unit: hour for h, hr and hours."""
+    unit = re.sub(r"(?<=\w\w)s$", "", re.sub("[{}]|^ | ?[. ]*$", "", text))
     return _UNITS.get(unit, unit)

@@ -25,40 +25,31 @@ def name_of(node: tuple) -> str:
 
 def names_in(node: tuple) -> set[str]:
     """The names in a formula."""
-    return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call", "word")}
+    return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call")}
 
 
-def values_of(node: tuple, far: int = 37) -> list:
-    """Its values at six points, or at 30 if something is rounded; the only one of a formula without names.
-    If it is too large at these, at nearer ones."""
-    kinds, names, values = {part[0] for part in walk(node)}, names_in(node), []
+def values_of(node: tuple) -> list:
+    """Its values at six points, or at 30 if something is rounded; the only one of a formula without names."""
+    kinds, names = {part[0] for part in walk(node)}, names_in(node)
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
-    try:
-        points = (30 if rounded else 6) if names else 1
-        for point in range(points):
-            at = partial(_whole, point, len(names)) if rounded else partial(_coordinate, point, absolute, far)
-            values.append(_value(node, at, 2 * _LARGE // points))
-        inexact = [value for value in values if not isinstance(value, Fraction)]
-        if names and inexact and min(map(abs, inexact)) > 1e20:
-            raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
-        return values
-    except NotMath:
-        if not names or far < 37:
-            raise
-        return values_of(node, 3)
+    points = (30 if rounded else 6) if names else 1
+    values = [_value(node, partial(_coordinate, point, rounded and len(names), absolute), 2 * _LARGE // points)
+              for point in range(points)]
+    inexact = [value for value in values if not isinstance(value, Fraction)]
+    if names and inexact and min(map(abs, inexact)) > 1e20:
+        raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
+    return values
 
 
-def _whole(point: int, names: int, name: str) -> Fraction:
-    r"""An integer (not of x, y, z, t), if something is rounded: \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
-    seed, between = crc32(name.encode()), (0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0
-    whole = 1 + point if names == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
-    return whole + Fraction(between, 8)
-
-
-def _coordinate(point: int, absolute: bool, far: int, name: str):
-    """A value of either sign, alone and together (|x| is not x, |xy| not xy), near or far (|x+2| not x+2)."""
-    sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
-    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, far)[point % 2], 7919)
+def _coordinate(point: int, rounded: int, absolute: bool, name: str):
+    r"""A value of either sign, alone and together (|x| is not x, |xy| not xy), near or far (|x+2| not x+2).
+    If something is rounded, an integer (not of x, y, z, t): \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
+    seed = crc32(name.encode())
+    if rounded:
+        whole = 1 + point if rounded == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
+        return whole + Fraction((0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0, 8)
+    sign = (1, -1)[point] if point < 2 else 1 - 2 * (seed >> (point - 2) & 1)
+    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
 
 
@@ -72,7 +63,9 @@ def _value(node: tuple, at: Callable, bits: int):
     kind, *parts = node
     if kind == "number":
         return parts[0]
-    if kind in ("symbol", "call", "word"):
+    if kind == "unit":
+        return _value(parts[0], at, bits)
+    if kind in ("symbol", "call"):
         name = name_of(node)  # AB is a product, as a value
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
     if kind == "constant" and parts != ["oo"]:
@@ -95,11 +88,11 @@ def _bits(value: Fraction) -> int:
 
 def _in_order(factors: list[tuple]) -> bool:
     r"""Whether it is a product whose order matters: \hat x\hat p, PDP^{-1}, A^TA."""
-    vectors = [x for x in factors if re.search(r"\\(?:vec|hat) ", " ".join(names_in(x)))]
-    matrices = [x for x in factors if x[0] == "symbol" and x[1][0].isupper()]
-    powers = [x for x in factors if x[0] == "^" and x[1][0] == "symbol" and x[1][1].isupper() and (
-        x[2] == ("symbol", "T") or x[2] == ("*", ("number", -1), ("number", 1)))]
-    return len(vectors) > 1 or len(powers) > 0 and len(matrices) + len(powers) > 1
+    text = " ".join(map(str, factors))
+    inverse = r"'\*', \('number', Fraction\(-1, 1\)\), \('number', Fraction\(1, 1\)"
+    powers = re.search(rf"'\^', \('symbol', '[A-Z]'\), \((?:'symbol', 'T'|{inverse})", text)
+    matrices, vectors = re.findall(r"'symbol', '[A-Z]+'", text), re.findall(r"\\\\(?:vec|hat) ", text)
+    return len(vectors) > 1 or powers is not None and len(matrices) > 1
 
 
 def _compute(kind: str, values: list, bits: int):
@@ -120,7 +113,7 @@ def _compute(kind: str, values: list, bits: int):
         return 1 / first if kind == "inverse" else abs(first)
     if kind in (r"\lfloor", r"\lceil") and exact:
         return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
-    if max(map(abs, values)) > (4000 if kind in ("!", "binom") else _LARGE):
+    if max(map(abs, values)) > (4000 if kind in ("!", "binom") else _LARGE if kind == "exp" or "h" in kind else 10 ** 15):
         raise NotMath
     if kind == "!" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))

@@ -129,11 +129,11 @@ y=2\sqrt5 | \u221a20 | \sqrt20
 2013(1-(\frac{2012}{2013})^{2013}) | \frac{2013^{2013}-2012^{2013}}{2013^{2012}}
 52_8 | 52 (base 8) | (52)_8 | 52_{(8)} | 52_{\text{eight}}
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
-11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21 | S_{ABC}:S=11:21
+11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
 \text{Evelyn} | Evelyn | evelyn | \textbf{Evelyn} | \operatorname*{Evelyn}
 YES | yes | \u201cYes\u201d
 1, 2, 3 | 3, 2, 1 | \{1,2,3\} | 1,2,3 | x=1, x=2, x=3 | 1, 2 and 3 | 1, 2, \text{ and } 3 | n=1, 2, 3 |
-\lbrace 1,2,3\rbrace | x_1=1, x_2=3, x_3=2
+\lbrace 1,2,3\rbrace
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
@@ -221,14 +221,14 @@ x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4 | x\equiv1\ (\mathrm{mod}\
 3\text{ out of }8 | 3 out of 8 | \text{3 out of 8}
 \text{not enough information} | Not enough information
 \text{Alice and Bob} | Alice and Bob | Bob, Alice
-\text{May }5 | May 5 | \text{5 May} | May 5th
+\text{May }5 | May 5
 \text{hyperbola} | A hyperbola | \text{a hyperbola.}
 \frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | (-1\pm\sqrt{17})/2 |
 x=-.5\pm.5\sqrt{17}
 (7,\pm2) | (7,2), (7,-2)
 2 +/- \sqrt{3} | 2+\sqrt3, 2-\sqrt3 | \frac{4\pm\sqrt{12}}{2}
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
-293 | m+n=256+37=293 | \text{Answer: }m+n=293 | 100m+n=293 |
+293 | m+n=256+37=293 | \text{Answer: }m+n=293 |
 \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
 1000, 2000, 3000 | 1,000, 2,000, and 3,000
 12000, 3500 | 12,000, 3,500 | 12,000; 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
@@ -285,6 +285,7 @@ f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases} | f(x)=\begin{cases}7 & x=0\\ 9 &
 7 = 11a+c | 11a+c | 2=1 | 1 | 2 | x/y=2 | 3+4\mathrm{i} | 7
 x=1/2 or y=3 | 3 | x=1/2 and y=3 | x=\sqrt2 or y=3 | x=0 or y=0 | x=0 and y=0
 y=x or y=-x | y=x, y=1-x | x=2y=3z | x=3y=3z | x=3z
+x_1=1, x_2=3 | x_1=3, x_2=1 | v_1=1, v_2=3 | 1, 3
 AB=AC | BC=AC | AB=2BC=10 | AB=BC=10 | MR=SRMC | P=SRMC | \sigma^2=9 | \sigma=9
 \alpha+\beta=\frac{\pi}{2} | \alpha-\beta=\frac{\pi}{2}
 a_{n+1}=2a_n | a_{n+2}=2a_n | 2a_n | a_n=1\text{ if }n=2 | a_n=7\text{ if }n=2 | 2
@@ -311,7 +312,7 @@ mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{
 \langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0
 (2,5) | [2,5] | x=2, y=5 | (5,2)
 x>2, x<5 | 2<x<5
-3:4 | 3/4 | 6:8 | 4:3 | y:x=3:4 | V_2:V_1=3:4 | S:S_1=3:4
+3:4 | 3/4 | 6:8 | 4:3 | y:x=3:4 | V_2:V_1=3:4 | S_1:S=3:4
 x^2+C | x^2 | x^2+c | x^2+K
 5 cm | 5 m
 x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7 | 3\equiv x\pmod7

@@ -14,8 +14,8 @@ from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token, unit_name
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
-_OR = ("or", "ou", "oder", r"\lor")
-_SEPARATORS = (",", "and", "et", "und", "AND", *_OR)
+_OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
+_SEPARATORS = (",", "and", "et", "und", "\u0438", "AND", *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
     \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
@@ -30,8 +30,9 @@ _REMARK = rf"[,(]*(?:since|because|rounded|tothenearest|\dd\.?p|{_ABOUT}\)*$)"
 # what an answer's value may begin with: "answer", a letter of a choice, a currency, about, an article
 _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:option|choice)(?=\(?[A-J]\)?$))"
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
-           r"(?=[-\d]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
+           r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
+_SIGN_UNIT = r"[%$]|\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|\^?\\circ[CF]?"
 _ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
@@ -188,15 +189,12 @@ class Parser:
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():
                 break
-            elif before.isdigit() and t.isdigit():  # 2 1/2; 2 3 is no number
-                half = ("*", number(self.expect()), ("inverse", number(self.expect("/") and self.expect())))
-                factors[-1] = ("+", last, half)
             elif t[0].isdigit() and (before not in ")!" or last[0] in ("number", "symbol", "constant")):
-                raise NotMath  # 7R2, (1) 3 (2) 4; but (n-2)2^n
+                raise NotMath  # 2 3, 7R2, (1) 3 (2) 4; but (n-2)2^n
             else:
                 factor = self.power()
                 kinds = [part[0] for part in walk(factor) if part[0] != "unit"]  # 2\frac{1}{2}; not 2\frac12!
-                mixed = before.isdigit() and t == r"\frac" and kinds == ["*", "number", "inverse", "number"]
+                mixed = last[0] == "number" and t == r"\frac" and kinds == ["*", "number", "inverse", "number"]
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
         if len(factors) > 1 and "word" in next(zip(*factors)):
             raise NotMath  # 12 by 5, May 5
@@ -214,7 +212,7 @@ class Parser:
         brackets, roots or sums, and beside no letters."""
         if self.match(_REMARK):
             self.at = len(self.tokens)
-        start, digits = self.at, self.peek(-1)[0:].isdigit() and factor[0] in ("number", "inverse")
+        start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
         if not (found := self.match(UNIT, space=" ")):
             return ""
         bare = WORD_UNIT.fullmatch(found[0]) or SYMBOL_UNIT.fullmatch(found[0]) and (
@@ -230,9 +228,9 @@ class Parser:
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if self.match(r"\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|\^?\\circ[CF]?"):  # also 5^{th}
+        if sign := self.match(_SIGN_UNIT):
             radians = ("*", node, ("constant", "pi"), ("inverse", number(180)))
-            node = radians if self.degrees else ("unit", node, "deg")
+            node = radians if self.degrees else ("unit", node, unit_name(sign[0]))
         elif exponent and self.take("^"):
             node = ("^", node, self.argument())
         if exponent and self.peek() in ("^", "!"):
@@ -258,7 +256,8 @@ class Parser:
         if t[0].isdigit():
             marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
             node = self.symbol(t) if marked else number(t)
-            node = ("unit", node, t.sign) if t.sign else node
+        elif t == "$":
+            node = ("unit", self.power(), "$")
         elif t in ("(", "[", "]", r"\{"):
             node = self.group(t)
         elif t == "{":
@@ -338,14 +337,12 @@ class Parser:
         power = r"\^(?:\{?\(|(?:\{[^{}]*\}|\d)\()" if name[0] in "fghFGH" else r"\^\{?\("
         if self.match(power, step=False):  # a derivative; f^2(x)
             raise NotMath
-        variable = r"[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+"
-        inside = self.match(rf"\((\d+|{variable}|[^()]*,[^()]*)\)(=?)", step=False)
-        known = "_" in name or name[0] in "fghFGHuvpPQE"
-        called = inside and (known or inside[2] or "," in inside[1] or inside[1] == "0")
-        once = "".join(self.tokens).count(name + "(") < 2  # mg(h-R) is a product, but g(x+1)-g(x) is not
-        if not called and (self.peek() != "(" or name[0] not in "fghFGH" or once and name[0] != "f"):
+        simple = r"(?:\d+|[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+)\)"
+        simple += "(?==)" * ("_" not in name and name[0] not in "fghFGHuvpPQE")
+        often = "".join(self.tokens).count(name + "(") > 1  # mg(h-R) is a product, but g(x+1)-g(x) is not
+        call = name[0] == "f" or name[0] in "ghFGH" and often
+        if not self.match(r"\(" if call else rf"\((?=0\)|[^()]*,[^()]*\)|{simple})"):
             return ("symbol", name)
-        self.expect("(")
         arguments = self.items(")")
         self.expect(")")
         return ("call", name, *(arguments[1:] if arguments[0] == "list" else [arguments]))
@@ -377,7 +374,7 @@ class Parser:
         if opening == r"\{" and self.take("|", ":"):  # {x | x > 1} is x > 1
             self.bars, rule = False, self.items(r"\}")
             name = node[2] if node[3:] == (_REALS,) else node
-            node = rule if name[0] == "symbol" and name in walk(rule) else ("such", node, rule)
+            node = rule if name[0] == "symbol" and name in walk(rule) else None
             self.expect(r"\}")
         elif opening == r"\{":
             node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
@@ -393,14 +390,14 @@ class Parser:
 
     def environment(self) -> tuple:
         """A matrix (also cases), or the equations of a system as a list."""
-        name, rows, row, t = self.match(r"\{\w+(?:\\cdot)?\}"), [], [], "&"
+        name, rows, row, t = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}"), [], [], "&"  # vmatrix is a determinant
         while t != r"\end":
             row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")
             if t != "&":
                 rows, row = rows + [("row", *row)] * (row != [("list",)]), []
-        if not name or not rows or not self.match(re.escape(name[0])) or name[0][1] in "vV":
-            raise NotMath  # vmatrix is a determinant
+        if not name or not rows or not self.match(re.escape(name[0])):
+            raise NotMath
         if all(len(row) == 2 and row[1][0] == "relation" for row in rows):
             return ("list", *(row[1] for row in rows))
         return ("matrix", *rows)

@@ -79,11 +79,9 @@ def _key(node: tuple) -> str:
     if kind in ("list", "or"):
         return _list_key(kind, parts)
     if kind == "relation":
-        return _relation_key(node)
+        return _relation_key(parts[0], parts[1:])
     if kind == "group":
         return parts[0] + "; ".join(map(_key, parts[2:])) + parts[1]
-    if kind == "such":
-        return f"{{{_key(parts[0])} | {_key(parts[1])} of {sorted(names_in(node))}}}"
     if kind in ("set", r"\cup"):
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
@@ -188,12 +186,10 @@ def _interval(node: tuple) -> tuple[str, tuple] | None:
     return name[1] + " in", found
 
 
-def _relation_key(node: tuple) -> str:
-    _, value = _definition(node)
-    if value[0] != "relation":
-        return _key(value)
-    _, ops, *sides = value
-    if ops == ("=",) and not {part[0] for part in walk(value)} & {"group", "set", "list", "matrix", "ratio"}:
+def _relation_key(ops: tuple, sides: list[tuple]) -> str:
+    """x\\cdot2=3 is an equation; what else there is keeps its signs, but 2>|x| is |x|<2."""
+    kinds = {part[0] for side in sides for part in walk(side)}
+    if ops == ("=",) and not kinds & {"group", "set", "list", "matrix", "ratio"}:
         return _equation_key(("+", sides[0], minus(sides[1])))
     if {*ops} & {">", r"\ge"}:
         ops, sides = [FLIPPED.get(op, op) for op in reversed(ops)], sides[::-1]

@@ -14,12 +14,12 @@ _ALIASES = {  # a command: those that mean the same
     r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
     r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", "'": "prime",
-    r"\circ": "degree degrees textdegree",
+    r"\circ": "degree degrees textdegree", "%": "%", "$": "$",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
-        textstyle scriptstyle rm bf it sf tt tiny small normalsize large Large LARGE huge Huge boldsymbol bm
+        textstyle scriptstyle rm bf it sf tt tiny small normalsize large Large LARGE huge Huge boldsymbol mathbf bm
         bold pmb mathit mathsf mathtt mathord underline emph boxed fbox ensuremath checkmark blacksquare
         square qed therefore nonumber pounds euro""",
-    r"\text": "textbf textit textrm textnormal textsf texttt mathrm mathbf mbox hbox operatorname"}
+    r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname"}
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
 _ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
@@ -81,10 +81,9 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
-    kilometre|g gram|kg kilogram|L liter litre|degree deg""".split("|") for other in line.split()}
+    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF""".split("|") for other in line.split()}
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
-_BOLD = r"\\(?:mathbf|boldsymbol|bm|pmb) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z]))"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"(?<!\.)[.\u3002] ?(\}*)$", r"\1"),
     (r"^\{+((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$", r"\1"),  # {5}
@@ -110,15 +109,14 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    # i, j, k as unit vectors; 2\mathbf{F} has no unit; a bold factor of a cross product
+    # i, j, k as unit vectors; a bold factor of a cross product
     (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
      r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
-    (r"(?<=[\d})]) ?\\mathbf(?= ?\{ ?[a-zA-Z] ?\})", r"\\boldsymbol"),
-    (rf"({_BOLD} ?\)?) ?\\times(?![a-z])|\\times(?= ?\(? ?{_BOLD})", r"\1\\crossproduct "),
+    (rf"\\times(?= ?\(? ?\\(?:mathbf|boldsymbol|bm) ?(?:\{{ ?[a-zA-Z] ?\}}|[a-zA-Z](?![a-zA-Z])))",
+     r"\\crossproduct "),
     (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
     (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
     (r"U(?<=[)\] ]U) ?(?=[(\[])", r"\\cup "),
-    (r"\\(?:SI|qty|unit)\{([^{}]*)\}\{[^{}]*\}|\\(?:num|ang)\{([^{}]*)\}", r"\1\2"),  # \SI{30}{\meter}
     (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
      lambda match: match[1] or "&" * (match[1] is not None)),
     (rf" ?\(?(?:_\{{)?{_TEXT} ?\(?(?:in )?base ?\}}? ?(\w+)\)?\}}*\)?$", r"_{\1}"),  # 52 (base 8)
@@ -137,16 +135,16 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      r".\1\\overline{\2\3}"),
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
     (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
+    (r"(?<=\d) (\d+) ?/ ?(\d+)(?![\d.])", r"\\frac{\1}{\2}"),  # 1 1/2
     # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
     (r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)"
      r"(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
     (r"\*\*", "^"),
     # for any real c; where k is an integer; c\in\mathbb{R}
-    (r",? ?(?:\\text\{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|real|arbitrary|numbers?|integers?"
-     r"|constants?|is|are|an|[a-z])\b|\\text|\\in ?\\mathbb ?\{{?[RZ]\}}?|[{{}}, ])*$", ""),
-    (r"(?:,|\\forall|\() ?(?:\\forall ?)?(?:[a-z](?:, ?[a-z])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?R"
-     r"|[kmn](?:, ?[kmn])* ?\\in ?(?:\\math(?:bb|bf) ?\{?)?Z)\}? ?\)?$", ""),
-    (r"\\\$ ?(\d+(?:\.\d+)?)", r"\1\\$"),
+    *((rf"(?:,? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|{word}|arbitrary|numbers?"
+       rf"|constants?|is|are|an|[{names}])\b|\\text|\\in ?\\mathbb ?\{{?{field}\}}?|[{{}}, ])*"
+       rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?(?:\\math(?:bb|bf) ?\{{?)?{field}"
+       r"\}? ?\)?)$", "") for names, word, field in (("a-jlo-z", "real", "R"), ("kmn", "integers?", "Z"))),
     (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
      r"|^(?:(?:[,;=]|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,|\\displaystyle(?![a-z])) ?)+", r"\1"))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
@@ -156,7 +154,6 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[
 class Token(str):
     r"""A word, a number, a command or a sign. roman: it stood in \text{}; space: white space is before it."""
     roman = space = False
-    sign = ""
 
 
 def to_ascii(text: str) -> str:
@@ -215,9 +212,7 @@ def tokens_of(text: str) -> list[Token]:
             braces.append(begins)
         if t == "{" and begins or t == "}" and braces and braces.pop():
             pass  # those of \text{} are dropped
-        elif found and t in ("%", r"\%", r"\$"):
-            found[-1].sign = t[-1]
-        elif t and t[-1] not in "%$" and t != r"\text":
+        elif t and t != r"\text":
             found.append(Token("0" + t if t[0] == "." and len(t) > 1 else t))
             found[-1].roman, found[-1].space, space = begins or any(braces), space, False
         begins = t == r"\text"
@@ -226,5 +221,5 @@ def tokens_of(text: str) -> list[Token]:
 
 def unit_name(text: str) -> str:
     """The name of a unit: hour for h, hr and hours."""
-    unit = re.sub(r"(?<=\w\w)s$", "", re.sub("[{}]|^ | ?[. ]*$", "", text))
+    unit = re.sub(r"(?<=\w\w)s$", "", re.sub(r"[{}\\]|^[ ^]*|[. ]*$", "", text))
     return _UNITS.get(unit, unit)

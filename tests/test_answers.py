@@ -103,9 +103,9 @@ x=1,000 | \text{1,000}
 5\,\mathrm{cm} | 5 cm | 5 inches | 5 \mbox{ inches} | 5 \frac{\text{m}}{\text{s}} | 5\,\mu\text{m} |
 5 \quad \text{cm} | 5Hz | 5\text{ J/(kg K)} | 5\,\text{k}\Omega | 5\text{ m/s}^2 | 5\u5143 | 5\text{\u7c73}
 12 | **12** | \textcolor{red}{12} | =12 | 3\times4=12 | x\approx12 | 12th | 12\text{th} | 12^{\mathrm{th}} |
-\text{Twelve} | twelve | \u0661\u0662 | \SI{12}{\meter} | \ang{12} | \num{12} | \text{Rs. }12 | USD 12 |
+\text{Twelve} | twelve | \u0661\u0662 | \text{Rs. }12 | USD 12 |
 US\$12 | 12\quad\blacksquare | 12 \checkmark |
-12\u4e2a. | 12\u4e2a\u3002 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \mathbf{Answer:}\ 12
+12\u4e2a. | 12\u4e2a\u3002 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \textbf{Answer:}\ 12
 90 | m\angle ABC=90^\circ |
 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
 \boldsymbol{90^\circ} | {x=90}
@@ -237,7 +237,6 @@ x=-.5\pm.5\sqrt{17}
 65685833 | x=\boxed{65,685,833} | 65\thinspace685\thinspace833
 \ln(x^4+1) | \ln(1+x^4)
 \sin(e^x) | \sin(\exp(x))
-e^{e^x} | \exp(e^x)
 mg(h_1-h_2) | mgh_1-mgh_2
 \frac{G(M+m)}{r^2} | \frac{(M+m)G}{r^2}
 mg(1-\cos\theta) | mg-mg\cos\theta

@@ -151,7 +151,7 @@ def save_results(folder: Path, model: str, results: dict) -> None:
 def math_verify_grades(problem, verdicts: dict, responses: list) -> tuple[dict, list]:
     """(verdicts, responses): right is what Math-Verify finds in the response's text, whatever its box holds.
 
-    Its rule is no equality (it is not symmetric): a class of answers is right if most of its responses are."""
+    Its rule is no equality (it is not symmetric): a class is right if most of its responses are."""
     from math_verify import parse, verify  # only this needs it
     golds = [parse(f"${gold}$") for gold in [problem.answer, *problem.also_right] if gold is not None]
     correct = []

@@ -12,8 +12,8 @@ from itertools import accumulate
 from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token, unit_name
 
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_RELATIONS = ("=", *FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
+_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_RELATIONS = ("=", *_FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
 _SEPARATORS = (",", "and", "et", "und", "\u0438", "AND", *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
@@ -151,6 +151,8 @@ class Parser:
             self.match(_ABOUT)
             sides.append(self.union())
             self.match(r"\)+$")
+        if {*ops} & {">", r"\ge"}:  # x>2 is 2<x
+            ops, sides = [_FLIPPED.get(op, op) for op in reversed(ops)], sides[::-1]
         return ("relation", tuple(ops), *sides) if ops else sides[0]
 
     def union(self) -> tuple:
@@ -193,8 +195,8 @@ class Parser:
                 raise NotMath  # 2 3, 7R2, (1) 3 (2) 4; but (n-2)2^n
             else:
                 factor = self.power()
-                kinds = [part[0] for part in walk(factor) if part[0] != "unit"]  # 2\frac{1}{2}; not 2\frac12!
-                mixed = last[0] == "number" and t == r"\frac" and kinds == ["*", "number", "inverse", "number"]
+                kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
+                mixed = t == r"\frac" and kinds == "number * number inverse number".split()  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
         if len(factors) > 1 and "word" in next(zip(*factors)):
             raise NotMath  # 12 by 5, May 5
@@ -208,8 +210,8 @@ class Parser:
         return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
 
     def unit(self, factor: tuple) -> str:
-        """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in no
-        brackets, roots or sums, and beside no letters."""
+        """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in
+        no brackets, roots or sums, and beside no letters."""
         if self.match(_REMARK):
             self.at = len(self.tokens)
         start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
@@ -390,7 +392,8 @@ class Parser:
 
     def environment(self) -> tuple:
         """A matrix (also cases), or the equations of a system as a list."""
-        name, rows, row, t = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}"), [], [], "&"  # vmatrix is a determinant
+        name = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}")  # vmatrix is a determinant
+        rows, row, t = [], [], "&"
         while t != r"\end":
             row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")

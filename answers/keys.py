@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
 
-from answers.grammar import FLIPPED, INFINITY, NotMath, Parser, minus, number, walk
+from answers.grammar import INFINITY, NotMath, Parser, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
@@ -67,7 +67,8 @@ def key(answer: str) -> str:
 def _lower(words: list[str]) -> str:
     """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh where there are signs."""
     text = " ".join(words)
-    named = "(?!Vmat)[A-Z][a-z]{3,}|No|NO|Yes|YES|TRUE|FALSE|NONE" + "|[A-Z][a-z]{2}" * (not re.search(r"[-+=^_\\]", text))
+    named = "(?!Vmat)[A-Z][a-z]{3,}|No|NO|Yes|YES|TRUE|FALSE|NONE"
+    named += "|[A-Z][a-z]{2}" * (not re.search(r"[-+=^_\\]", text))
     return re.sub(rf"(?<!\S)(?:{named})(?!\S)", lambda word: word[0].lower(), text)
 
 
@@ -100,9 +101,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     r"""(name, value) of x = 5, V = 4\cdot9 = 36, x\in[1, 2], x\ge2; ("", node) of what defines nothing."""
     if node[0] != "relation":
         return "", node
-    if interval := _interval(node):
-        return interval
-    _, ops, *sides = node
+    _, ops, *sides = node = _interval(node)
     if ops[-1] == r"\approx":
         value, rounded = sides[-2:]
         named = value[0] == "symbol" and len(ops) == 1
@@ -124,7 +123,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     same = [side for side in sides[1:] if names_in(value) or not names_in(side)]  # A=\pi r^2=2\pi
     if not _is_name(name, value) or multiples or len({*map(_key, same)}) > 1:
         return "", node
-    return str(name[1:]), value
+    return str(name[1:]) + " in" * (ops[0] != "="), value
 
 
 def _is_name(node: tuple, value: tuple) -> bool:
@@ -157,42 +156,36 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
     keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]
-    united = len(names - {""}) > 1 or all(value[0] in ("group", r"\cup") for _, value in named) and (
-        re.search(r"oo|[][]| in|\('[a-z]',\)", "".join([*names, *keys])))  # but (1, 2) or (2, 1) are points
+    intervals = re.search(r"oo|[][]| in", "".join([*names, *keys]))  # but (1, 2) or (2, 1) are points
+    united = kind == "or" and (intervals or len(names - {""}) > 1)
     if kind == "or" and len({*keys}) == 1:
         return keys[0]  # 0.5 or 1/2
-    return "{" + (" U " if kind == "or" and united else "; ").join(sorted(keys)) + "}"
+    return "{" + (" U " if united else "; ").join(sorted(keys)) + "}"
 
 
-def _interval(node: tuple) -> tuple[str, tuple] | None:
-    r"""x\ge2 is ("x in", [2, \infty)), x\ne3 the union of two; None of |x|<2, x<a."""
+def _interval(node: tuple) -> tuple:
+    r"""x\in[2, \infty) for x\ge2, a union for x\ne3; |x|<2 and x<a stay as they are."""
     _, ops, *sides = node
-    differs = ops == (r"\ne",)
-    if {*ops} & {">", r"\ge"}:
-        ops, sides = [FLIPPED.get(op, "") for op in reversed(ops)], sides[::-1]
-    if len(sides) == 2 and sides[0][0] == "symbol":
-        ops, sides = ["<", *ops], [minus(INFINITY), *sides]
-    elif len(sides) == 2:
-        ops, sides = [*ops, "<"], [*sides, INFINITY]
+    if len(sides) == 2:
+        named = sides[0][0] == "symbol"
+        sides = [minus(INFINITY), *sides] if named else [*sides, INFINITY]
+        ops = ("<", *ops) if named else (*ops, "<")
     below, name, above = sides if len(sides) == 3 else [node] * 3
-    if name[0] != "symbol" or names_in(below) or names_in(above) or not (
-            re.fullmatch(r"\\?[a-z]+(?:_\w+)?|[A-Z]", name[1]) and (differs or {*ops} <= {"<", r"\le"})):
-        return None
+    if name[0] != "symbol" or not re.fullmatch(r"\\?[a-z]+(?:_\w+)?|[A-Z]", name[1]) or (
+            names_in(below) or names_in(above) or not {*ops} <= {"<", r"\le"} and node[1] != (r"\ne",)):
+        return node
     brackets = "(" if ops[0] == "<" else "[", ")" if ops[1] == "<" else "]"
     found = ("group", *brackets, below, above)
-    if differs:
+    if node[1] == (r"\ne",):
         other = above if below == minus(INFINITY) else below
         found = (r"\cup", ("group", "(", ")", minus(INFINITY), other), ("group", "(", ")", other, INFINITY))
-    return name[1] + " in", found
+    return ("relation", (r"\in",), name, found)
 
 
 def _relation_key(ops: tuple, sides: list[tuple]) -> str:
-    """x\\cdot2=3 is an equation; what else there is keeps its signs, but 2>|x| is |x|<2."""
     kinds = {part[0] for side in sides for part in walk(side)}
     if ops == ("=",) and not kinds & {"group", "set", "list", "matrix", "ratio"}:
         return _equation_key(("+", sides[0], minus(sides[1])))
-    if {*ops} & {">", r"\ge"}:
-        ops, sides = [FLIPPED.get(op, op) for op in reversed(ops)], sides[::-1]
     return " ".join([*ops, *map(_key, sides)])
 
 

@@ -16,9 +16,9 @@ _ALIASES = {  # a command: those that mean the same
     r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", "'": "prime",
     r"\circ": "degree degrees textdegree", "%": "%", "$": "$",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
-        textstyle scriptstyle rm bf it sf tt tiny small normalsize large Large LARGE huge Huge boldsymbol mathbf bm
-        bold pmb mathit mathsf mathtt mathord underline emph boxed fbox ensuremath checkmark blacksquare
-        square qed therefore nonumber pounds euro""",
+        textstyle scriptstyle rm bf it sf tt small large Large LARGE huge Huge boldsymbol mathbf bm pmb mathit
+        mathsf mathtt mathord bold normalsize underline emph boxed fbox ensuremath
+        checkmark blacksquare square qed therefore nonumber pounds euro""",
     r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname"}
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
 _ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
@@ -70,7 +70,8 @@ _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelv
 _WORD_UNIT = (rf"(?:(?:sq\.?|square|cubic|percentage) ?)?(?:{_KNOWN}|"
               rf"(?!(?:{'|'.join(_NUMBERS)}|\w+th|third|quarter|dozen|score|lakh|crore|\w+wards?|\w*illion"
               r"|thousand|hundred|has|was|co|off|hal(?:f|ve))(?:e?s)?\b)[a-z]{2,}(?<![ius])s)"
-              rf"(?: (?:squared|cubed|old)|(?: per |/) ?(?:(?:square|cubic) )?(?:{_KNOWN}))?(?:\^\{{?\d\}}?)?")
+              rf"(?: (?:squared|cubed|old)|(?: per |/) ?(?:(?:square|cubic) )?(?:{_KNOWN}))?"
+              r"(?:\^\{?\d\}?)?")
 _CHINESE = ("(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a\u4e0b\u591a"
             "\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+")
 UNIT = re.compile(rf" ?(?:{_WORD_UNIT}|{SYMBOLS}|{_CHINESE}|st|nd|rd|th)(?![a-zA-Z_])\.?"
@@ -81,7 +82,8 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
-    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF""".split("|") for other in line.split()}
+    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF""".split("|")
+    for other in line.split()}
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
@@ -112,7 +114,7 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # i, j, k as unit vectors; a bold factor of a cross product
     (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
      r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
-    (rf"\\times(?= ?\(? ?\\(?:mathbf|boldsymbol|bm) ?(?:\{{ ?[a-zA-Z] ?\}}|[a-zA-Z](?![a-zA-Z])))",
+    (r"\\times(?= ?\(? ?\\(?:mathbf|boldsymbol|bm) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z])))",
      r"\\crossproduct "),
     (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
     (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
@@ -143,8 +145,9 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     # for any real c; where k is an integer; c\in\mathbb{R}
     *((rf"(?:,? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|{word}|arbitrary|numbers?"
        rf"|constants?|is|are|an|[{names}])\b|\\text|\\in ?\\mathbb ?\{{?{field}\}}?|[{{}}, ])*"
-       rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?(?:\\math(?:bb|bf) ?\{{?)?{field}"
-       r"\}? ?\)?)$", "") for names, word, field in (("a-jlo-z", "real", "R"), ("kmn", "integers?", "Z"))),
+       rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?(?:\\math(?:bb|bf) ?\{{?)?"
+       rf"{field}\}}? ?\)?)$", "")
+      for names, word, field in (("a-jlo-z", "real", "R"), ("kmn", "integers?", "Z"))),
     (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
      r"|^(?:(?:[,;=]|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,|\\displaystyle(?![a-z])) ?)+", r"\1"))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"

@@ -14,6 +14,7 @@ from answers.grammar import FUNCTIONS, NotMath, walk
 mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
 mp.dps = 60
 _LARGE, _TINY = 60_000, mp.mpf(10) ** -50  # bits of a power; what is left of a difference by rounding
+_LARGEST = {"!": 4000, "binom": 4000, "exp": _LARGE, "sinh": _LARGE, "cosh": _LARGE}  # arguments
 _FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
               r"\lfloor": "floor", r"\lceil": "ceil"} | {name: name.replace("arc", "a") for name in FUNCTIONS}
 
@@ -33,8 +34,10 @@ def values_of(node: tuple) -> list:
     kinds, names = {part[0] for part in walk(node)}, names_in(node)
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
     points = (30 if rounded else 6) if names else 1
-    values = [_value(node, partial(_coordinate, point, rounded and len(names), absolute), 2 * _LARGE // points)
-              for point in range(points)]
+    values = []
+    for point in range(points):
+        at = partial(_coordinate, point, rounded and len(names), absolute)
+        values.append(_value(node, at, 2 * _LARGE // points))
     inexact = [value for value in values if not isinstance(value, Fraction)]
     if names and inexact and min(map(abs, inexact)) > 1e20:
         raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
@@ -113,7 +116,7 @@ def _compute(kind: str, values: list, bits: int):
         return 1 / first if kind == "inverse" else abs(first)
     if kind in (r"\lfloor", r"\lceil") and exact:
         return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
-    if max(map(abs, values)) > (4000 if kind in ("!", "binom") else _LARGE if kind == "exp" or "h" in kind else 10 ** 15):
+    if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
         raise NotMath
     if kind == "!" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))

@@ -13,7 +13,7 @@ from hashlib import sha256
 
 from answers.grammar import INFINITY, NotMath, Parser, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
-from answers.values import names_in, real, text_of, values_of
+from answers.values import kinds_in, names_in, real, text_of, values_of
 
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; longer answers are compared as strings, keys by their hash
 _TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
@@ -60,7 +60,7 @@ def key(answer: str) -> str:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         found = _key(node)
     except NotMath:
-        return "text " + (re.sub(r"\{ (\S+) \}", r"\1", _lower(tokens)) or answer)
+        return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
     return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
 
 
@@ -118,8 +118,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     if not names_in(sides[0]):  # 5=x
         sides.reverse()
     name, *between, value = sides
-    multiples = [side for side in between if names_in(side) and (  # x=2y=3z
-        {part[0] for part in walk(side)} <= {"*", "symbol", "number"})]
+    multiples = [side for side in between if kinds_in(side) - {"*", "number"} == {"symbol"}]  # x=2y=3z
     same = [side for side in sides[1:] if names_in(value) or not names_in(side)]  # A=\pi r^2=2\pi
     if not _is_name(name, value) or multiples or len({*map(_key, same)}) > 1:
         return "", node
@@ -183,9 +182,9 @@ def _interval(node: tuple) -> tuple:
 
 
 def _relation_key(ops: tuple, sides: list[tuple]) -> str:
-    kinds = {part[0] for side in sides for part in walk(side)}
-    if ops == ("=",) and not kinds & {"group", "set", "list", "matrix", "ratio"}:
-        return _equation_key(("+", sides[0], minus(sides[1])))
+    difference = ("+", sides[0], minus(sides[1]))
+    if ops == ("=",) and not kinds_in(difference) & {"group", "set", "list", "matrix", "ratio"}:
+        return _equation_key(difference)
     return " ".join([*ops, *map(_key, sides)])
 
 

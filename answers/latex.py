@@ -86,9 +86,24 @@ _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec secon
     for other in line.split()}
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"
+
+
+def _constants(names: str, word: str, field: str) -> str:
+    """The pattern of a remark on names that stand for all numbers of a field."""
+    return (rf"(?:,? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|{word}|arbitrary|numbers?"
+            rf"|constants?|is|are|an|[{names}])\b|\\text|\\in ?\\mathbb ?\{{?{field}\}}?|[{{}}, ])*"
+            rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?"
+            rf"(?:\\math(?:bb|bf) ?\{{?)?{field}\}}? ?\)?)$")
+
+
 _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
     (r"(?<!\.)[.\u3002] ?(\}*)$", r"\1"),
-    (r"^\{+((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$", r"\1"),  # {5}
+    # i, j, k as unit vectors
+    (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
+     r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
+    # {5}, $5$, \boldsymbol{5}, \textcolor{red}{5}
+    (rf"^(?:\\(?:{STYLES})(?![a-z]) ?|\\(?:text)?color(?:box)? ?\{{\w*\}}|[{{$]|\\[(\[])+"
+     r"((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}$]|\{(?:[^{}]|\{[^{}]*\})*\})*)(?:[}$]|\\[)\]])+$", r"\1"),
     (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
     (r"\{ ?\\rm(?![a-z]) ?", r"\\text{"),
     (r"\.\.\.", r"\\ldots "),
@@ -111,9 +126,6 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    # i, j, k as unit vectors; a bold factor of a cross product
-    (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
-     r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
     (r"\\times(?= ?\(? ?\\(?:mathbf|boldsymbol|bm) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z])))",
      r"\\crossproduct "),
     (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
@@ -143,11 +155,8 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
      r"(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
     (r"\*\*", "^"),
     # for any real c; where k is an integer; c\in\mathbb{R}
-    *((rf"(?:,? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|{word}|arbitrary|numbers?"
-       rf"|constants?|is|are|an|[{names}])\b|\\text|\\in ?\\mathbb ?\{{?{field}\}}?|[{{}}, ])*"
-       rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?(?:\\math(?:bb|bf) ?\{{?)?"
-       rf"{field}\}}? ?\)?)$", "")
-      for names, word, field in (("a-jlo-z", "real", "R"), ("kmn", "integers?", "Z"))),
+    (_constants("a-jlo-z", "real", "R"), ""),
+    (_constants("kmn", "integers?", "Z"), ""),
     (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
      r"|^(?:(?:[,;=]|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,|\\displaystyle(?![a-z])) ?)+", r"\1"))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"

@@ -29,18 +29,20 @@ def names_in(node: tuple) -> set[str]:
     return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call")}
 
 
+def kinds_in(node: tuple) -> set[str]:
+    """The kinds of nodes in a tree."""
+    return {part[0] for part in walk(node)}
+
+
 def values_of(node: tuple) -> list:
     """Its values at six points, or at 30 if something is rounded; the only one of a formula without names."""
-    kinds, names = {part[0] for part in walk(node)}, names_in(node)
+    kinds, names = kinds_in(node), names_in(node)
     rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
     points = (30 if rounded else 6) if names else 1
     values = []
     for point in range(points):
         at = partial(_coordinate, point, rounded and len(names), absolute)
         values.append(_value(node, at, 2 * _LARGE // points))
-    inexact = [value for value in values if not isinstance(value, Fraction)]
-    if names and inexact and min(map(abs, inexact)) > 1e20:
-        raise NotMath  # n would be rounded away in n+\sqrt{2}^{2025}
     return values
 
 
@@ -52,7 +54,8 @@ def _coordinate(point: int, rounded: int, absolute: bool, name: str):
         whole = 1 + point if rounded == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
         return whole + Fraction((0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0, 8)
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (seed >> (point - 2) & 1)
-    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * (1, 37)[point % 2], 7919)
+    far = (1, 37 if absolute else 5)[point % 2]
+    value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * far, 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
 
 
@@ -108,7 +111,9 @@ def _compute(kind: str, values: list, bits: int):
     if kind in ("+", "*") and exact and sum(map(_bits, values)) > bits:
         raise NotMath
     if kind == "+":
-        total = sum(values[1:], first)
+        total, sizes = sum(values[1:], first), [*filter(None, map(abs, values))]
+        if not exact and sizes and min(sizes) < max(sizes) * 1e-25:
+            raise NotMath  # x would be rounded away in x+\sqrt{2}^{2025}
         return total if exact or abs(total) > max(map(abs, values)) * _TINY else Fraction(0)
     if kind == "*":
         return math.prod(values)

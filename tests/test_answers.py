@@ -94,60 +94,39 @@ def table(text):
 
 # Each line is one answer. Most spellings are from public bug reports of graders.
 SAME = table(r"""
-0.5 | .5 | 0.50 | \frac12 | \frac{1}{2} | \dfrac{1}{2} | \tfrac12 | 1/2 | \frac{2}{4} | 2^{-1} |
-$\frac{1}{2}$ | \(\frac12\) | \u00bd | \sin 30^\circ
-1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | 1000.0 | 1000. | \$1000 | \$1,000 | 1e3 | +1000 | 01000 |
-x=1,000 | \text{1,000}
-3\text{ million} | 3 million | 3,000,000 | 3 000 000 | 3'000'000 | 3.000.000 | 30,00,000 | 3 x 10^6
-5 | x=5 | x = 5 | 5. | \text{5} | {5} | (5) | k=2+3=5 | 5\u200b | 5\text{ cm} | 5 \text{ cm}^2 |
-5\,\mathrm{cm} | 5 cm | 5 inches | 5 \mbox{ inches} | 5 \frac{\text{m}}{\text{s}} | 5\,\mu\text{m} |
-5 \quad \text{cm} | 5Hz | 5\text{ J/(kg K)} | 5\,\text{k}\Omega | 5\text{ m/s}^2 | 5\u5143 | 5\text{\u7c73}
-12 | **12** | \textcolor{red}{12} | =12 | 3\times4=12 | x\approx12 | 12th | 12\text{th} | 12^{\mathrm{th}} |
-\text{Twelve} | twelve | \u0661\u0662 | \text{Rs. }12 | USD 12 |
-US\$12 | 12\quad\blacksquare | 12 \checkmark |
-12\u4e2a. | 12\u4e2a\u3002 | 12\text{ (since }12>0) | 12 \text{ (rounded)} | \textbf{Answer:}\ 12
-90 | m\angle ABC=90^\circ |
-90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\% | 90% | 90 degrees | 90 percent |
-\boldsymbol{90^\circ} | {x=90}
-120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} |
-\binom{10}{3} | \dbinom{10}{3} | {10 \choose 3} | 5!=120
-2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1) | 2!
-1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4 | {7 \over 4} | \nicefrac{7}{4} | \sfrac74 |
-\\frac{7}{4} | $\\dfrac74$
+0.5 | .5 | 0.50 | \frac12 | \frac{1}{2} | \dfrac{1}{2} | \tfrac12
+1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | 1000.0
+3\text{ million} | 3 million | 3,000,000 | 3 000 000 | 3'000'000 | 3.000.000 | 30,00,000
+5 | x=5 | x = 5 | 5. | \text{5} | {5} | (5)
+12 | **12** | \textcolor{red}{12} | =12 | 3\times4=12 | x\approx12 | 12th
+90 | m\angle ABC=90^\circ | 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\%
+120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} | \binom{10}{3} | \dbinom{10}{3}
+2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1)
+1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4 | {7 \over 4} | \nicefrac{7}{4} | \sfrac74
 -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | \u22120.5 | -1/2 | -\dfrac12
-\frac13 | 0.\overline{3} | 0.(3) | 0.333\ldots | 0.3333... |
-P(A)=\frac13
-0.0015 | 1.5\times10^-3
+\frac13 | 0.\overline{3} | 0.(3) | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3.5 | 3\u00bd
-2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units} |
-y=2\sqrt5 | \u221a20 | \sqrt20
-\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt2\;(\approx1.41) |
-\sqrt{2} (approximately 1.41) | \sqrt{2} \text{ (approx. 1.41)} |
-\sqrt{2}\text{ or about }1.41
+2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
+\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt2\;(\approx1.41) | \sqrt{2} (approximately 1.41) |
+\sqrt{2} \text{ (approx. 1.41)} | \sqrt{2}\text{ or about }1.41
 2\pi | 2 \pi | \pi\cdot 2 | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
-2013(1-(\frac{2012}{2013})^{2013}) | \frac{2013^{2013}-2012^{2013}}{2013^{2012}}
 52_8 | 52 (base 8) | (52)_8 | 52_{(8)} | 52_{\text{eight}}
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
 11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
 \text{Evelyn} | Evelyn | evelyn | \textbf{Evelyn} | \operatorname*{Evelyn}
 YES | yes | \u201cYes\u201d
-1, 2, 3 | 3, 2, 1 | \{1,2,3\} | 1,2,3 | x=1, x=2, x=3 | 1, 2 and 3 | 1, 2, \text{ and } 3 | n=1, 2, 3 |
-\lbrace 1,2,3\rbrace
+1, 2, 3 | 3, 2, 1 | \{1,2,3\} | 1,2,3 | x=1, x=2, x=3 | 1, 2 and 3 | 1, 2, \text{ and } 3
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
-(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2) |
-\langle 1,2\rangle | \uff081\uff0c2\uff09
+(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (3,4) or (1,2) | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{\} | \{ \}
-[2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty |
-x >= 2 | x \geq 2 | \{x| x \ge 2\} | \{x\in\mathbb{R} : x\ge2\}
+[2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
 (-\infty,2] | ]-\infty;2] | x\le 2
-x>0 | (0, \text{infinity}) | (0, inf)
 (-1,3] | -1<x\le3 | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3
 (0,9)\cup(9,36) | (9,36) \cup (0,9) | (9,36)\quad\cup\quad(0,9)
-(-2,0)\cup[1,\infty) | [1,\infty[ \cup ]-2,0[
 (-\infty,-1) \text{ or } (1,\infty) | x<-1 \lor x>1
 x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | x\in\mathbb{R}, x\ne3 |
 (-\infty,3)\cup(3,\infty)
@@ -160,18 +139,13 @@ x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | x\in\mathbb{R}
 x=1,y=2 | y=2, x=1 | y=2,\quadx=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
 \begin{aligned}x&=1\\y&=2\end{aligned}
 x^2+1 | x**2+1 | x\u00b2+1
-x^\frac12 | x^{\frac{1}{2}}
 \sqrt{1/n} | \frac{1}{\sqrt{n}}
 y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
-5x-7y+11z+4=0 | -5x+7y-11z-4=0 | 5x+11z+4=7y | 10x-14y+22z+8=0
-(a+5)(b+2) | ab+2a+5b+10 | (b+2)(a+5)
 v=v_0+at | v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
-\binom{2n}{n} | \frac{(2n)!}{n!n!}
 \lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor |
 \u230a(n+1)/2\u230b
-|x-3| | |3-x| | \lvert x-3 \rvert
 \sin^2 x+\cos^2 x | 1
 \sin x | \text{sin}(x)
 \arctan 2 | \operatorname{arctan}(2)
@@ -189,8 +163,6 @@ k_BT | k_{B}T | k_{\mathrm{B}}T
 \frac{\log 8}{\log 4} | 1.5 | \log_4 8
 0.00001 | 1e-5 | 1.0e-5 | 10^{-5}
 m\frac{dv}{dt}+bv=f | m\frac{dv}{dt}=f-bv
-y^{\prime}+y=0 | y+y'=0
-\dot x_0+E_0 | E_{0}+\dot{x}_{0}
 \hat{\imath} | \hat{i} | \mathbf{i} | \vec{i} | \boldsymbol{i} | \mathbf{\hat{i}}
 19 | nineteen | \text{Nineteen}
 0.75 | \frac34\text{ cup} | 0.75\text{ or }\frac34 | 0.75\text{ kWh} | 0.75\text{ miles per hour}
@@ -201,24 +173,16 @@ y^{\prime}+y=0 | y+y'=0
 \max(a,b) | \max\{a,b\} | \max\left\{a,b\right\}
 (-\infty,2)\cup(3,\infty) | (-inf, 2) U (3, inf)
 e | \mathrm{e} | x=e
-\epsilon_0\phi | \varepsilon_0\varphi
-\u03a2 x | \u03a2x
-\Phi (x,  y)=\frac{x+1}{2y} | u(x,y)=\frac{x}{2y}+\frac{1}{2y} | n_{\gamma}(\nu)=\frac{x+1}{2y}
-p\land q | p\wedge q
 (2,5) | x\in(2,5) | 2<x<5 | (x,y)=(2,5)
-[29,\infty) | x\ge29 | t\ge29
 (-\infty,2)\cup(5,\infty) | x<2 or x>5
 3:4 | 3 to 4
 x^2+C | C+x^2 | y=x^2+C
 91 cm | 91\text{ m} | 91 meters | 91
 x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4 | x\equiv1\ (\mathrm{mod}\ 4)
-1 if x=2 | 1\text{ if }x=2
 2.65 | \text{about }2.65 | Approx. 2.65 | x = roughly 2.65 | \sim2.65 | 2.65\text{ (approx.)} |
-2.65 \text{ to the nearest hundredth} | \text{approximately }2.65\text{ cm}
+2.65 \text{ to the nearest hundredth}
 3\text{ hours }20\text{ minutes} | 3 hours and 20 minutes | \text{3 hr 20 min} | 20\text{ min}, 3\text{ h}
 5\text{ boys and }3\text{ girls} | 3 girls and 5 boys | \text{5 boys, 3 girls}
-8\text{ R }3 | 8 R 3 | 8R3
-3\text{ out of }8 | 3 out of 8 | \text{3 out of 8}
 \text{not enough information} | Not enough information
 \text{Alice and Bob} | Alice and Bob | Bob, Alice
 \text{May }5 | May 5
@@ -228,114 +192,71 @@ x=-.5\pm.5\sqrt{17}
 (7,\pm2) | (7,2), (7,-2)
 2 +/- \sqrt{3} | 2+\sqrt3, 2-\sqrt3 | \frac{4\pm\sqrt{12}}{2}
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
-293 | m+n=256+37=293 | \text{Answer: }m+n=293 |
-\frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
-1000, 2000, 3000 | 1,000, 2,000, and 3,000
+293 | m+n=256+37=293 | \text{Answer: }m+n=293 | \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
 12000, 3500 | 12,000, 3,500 | 12,000; 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
-12000:3500 | 12,000:3,500
-65685833 | x=\boxed{65,685,833} | 65\thinspace685\thinspace833
-\ln(x^4+1) | \ln(1+x^4)
-\sin(e^x) | \sin(\exp(x))
 mg(h_1-h_2) | mgh_1-mgh_2
-\frac{G(M+m)}{r^2} | \frac{(M+m)G}{r^2}
-mg(1-\cos\theta) | mg-mg\cos\theta
-v_0(\cos t) | v_0\cos t
 (\ln2)^2 | \ln(2)^2 | \ln^2 2
 \sin^2x | \sin\left(x\right)^2
 \ln 2\cdot\ln 3 | \ln2\ln3 | \ln 3\times\ln 2
-\cos 36^\circ\cdot 2 | \frac{1+\sqrt5}{2}
 \ln|x|+C | \ln(|x|)+C
-2(|a|+1) | 2+2|a|
 \arcsin x | \sin^{-1}x
-x_1^2 | x^2_1
-v_{\max} | v_{max}
-\langle 1,2,9\rangle | \u27e81, 2, 9\u27e9
 \begin{cases}x & x>0\\-x & x\le0\end{cases} |
 \begin{cases}x, & \text{if }x>0, \\ -x, & \text{if }x\le0.\end{cases}
 """)
 # In each line no answer equals another.
 DIFFERENT = table(r"""
 2 1/b | 2 | 2\frac12! | 2\frac12^x | 2 \u00b2/3
-2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt3\cdot10^{-30} | \sqrt{2}+10^{-30} | \sqrt{2}
-0.333333 | \frac13 | 0.3333333333333333 | 3.14 | \pi | \frac{22}{7} | 3.14159265358979
+2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt3\cdot10^{-30} | \sqrt{2}+10^{-30}
+0.333333 | \frac13 | 0.3333333333333333 | 3.14 | \pi | \frac{22}{7}
 e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12} | \frac{\pi}{1000001} |
 \frac{\pi}{1000002}
 9^{9^{9^9}} | 9^{9^{9^8}} | 7
-2^{2025}+n | 2^{2025}+m | 2^{2025}x+m | 2^{2025}x+n | n=k+2^{2025}-m | n=k-2^{2025}+m
-12 | 1,2 | 1.2 | 21 | -12 | \frac{1}{23} | \frac{12}{3} | 2\quad 3 | 23 | \pm 21
-1 \\ 200 | 1200 | 110,143 | 143,110 | (1) 3 (2) 4 | (1) 6 (2) 2 | 24
+12 | 1,2 | 1.2 | 21 | -12 | \frac{1}{23}
+1 \\ 200 | 1200 | 110,143 | 143,110 | (1) 3 (2) 4 | (1) 6 (2) 2
 \u221a13 | 3 | \u221a15 | 13 | \pm1\pm\sqrt2 | \pm(1+\sqrt2)
 52_8 | 52 | 42 | 52_9 | 52\text{ (base 6)} | 52\text{ (base 7)}
-3\text{ million} | 3 | 3\text{ lakh rupees} | 3\text{ and a half hours} | 3\u4e07 | 3\mathrm{R} |
-3\mathrm{r} | 3\text{ degrees warmer} | 3\text{ degrees colder}
-12:00 | 1:00 | 3:05\text{ PM} | 3:05\text{ AM} | 3 to 4 | 4\text{ to }3 | 34 | 2020-01-02 | 2017
-(1,2) | (2,1) | [1,2] | [1,2) | 1,2 | 12 | 1,3 | 1,2,3 | 1,2,2 | 1 | 1, 2, ...
-\{1\},\{2\} | \{1,2\} | \{\{1,2\}\} | \{\{1\}\} | \{1\} | \emptyset | \{\emptyset\} | \{\{\emptyset\}\}
-(k,k^2), k\in\mathbb{Z} | (k,k^2), k\in\mathbb{N}
-x>2 | x\ge2 | x<2 | 2 | \text{odd }x>2 | \text{even }x>2 | \text{all reals except }x=2 | \text{not }x=2
+3\text{ million} | 3 | 3\text{ lakh rupees} | 3\text{ and a half hours} | 3\u4e07 | 3\mathrm{R}
+12:00 | 1:00 | 3:05\text{ PM} | 3:05\text{ AM} | 3 to 4 | 4\text{ to }3
+(1,2) | (2,1) | [1,2] | [1,2) | 1,2 | 12
+\{1\},\{2\} | \{1,2\} | \{\{1,2\}\} | \{\{1\}\} | \{1\} | \emptyset
+x>2 | x\ge2 | x<2 | 2 | \text{odd }x>2 | \text{even }x>2
 x>-3\text{ and }x<5 | x>-3\text{ or }x<5 | x\ne1\text{ and }x\ne2 | x\ne1\text{ or }x\ne2
-a>0, b<0 | a<0, b>0 | a>0\text{ or }b<0 | a>b>0 | a>c>0
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix} |
 \begin{pmatrix} 1 & 2 \end{pmatrix}
 f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases} | f(x)=\begin{cases}7 & x=0\\ 9 & x=1\end{cases}
-3R^2 | 3r^2 | abc | ABC | AaBb | AABB | aabb | NH_4OCN | NH_4CNO | \theta_{\max} | \theta_{\min}
-2x+3 | 2x-3 | 3x+2 | 2y+3 | 3*x-1*y+13=0 | 3x+4y+14=0
-7 = 11a+c | 11a+c | 2=1 | 1 | 2 | x/y=2 | 3+4\mathrm{i} | 7
+7 = 11a+c | 11a+c | 2=1 | 1 | 2 | x/y=2
 x=1/2 or y=3 | 3 | x=1/2 and y=3 | x=\sqrt2 or y=3 | x=0 or y=0 | x=0 and y=0
-y=x or y=-x | y=x, y=1-x | x=2y=3z | x=3y=3z | x=3z
 x_1=1, x_2=3 | x_1=3, x_2=1 | v_1=1, v_2=3 | 1, 3
-AB=AC | BC=AC | AB=2BC=10 | AB=BC=10 | MR=SRMC | P=SRMC | \sigma^2=9 | \sigma=9
-\alpha+\beta=\frac{\pi}{2} | \alpha-\beta=\frac{\pi}{2}
-a_{n+1}=2a_n | a_{n+2}=2a_n | 2a_n | a_n=1\text{ if }n=2 | a_n=7\text{ if }n=2 | 2
+AB=AC | BC=AC | AB=2BC=10 | AB=BC=10 | MR=SRMC | P=SRMC
 f(x+1)=x^2 | f(x)=x^2 | f(xy)=f(x)f(y) | f(x+y)=f(x)f(y) | u(x,t)=u(x,0)+t | u(x,t)=u(0,x)+t
-f^{-1}(x) | \frac{1}{f(x)} | f^{(4)}(0) | f^4(0) | 2f'(x)=x | 2f'=1
-y'=y | y''=y | y | \dot{x}=-kx | x=-kx | \frac{\Delta y}{\Delta x} | \frac{y}{x}
-S=\sum_{k=1}^{n}k | S=\prod_{k=1}^{n}k
+y'=y | y''=y | y | \dot{x}=-kx | x=-kx | \frac{\Delta y}{\Delta x}
 \lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2} | [\frac{n}{2}] |
 \lfloor\frac{n}{3}\rfloor | \lfloor\frac{n}{2}\rfloor+1
 mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{2}\rceil
 \lfloor\sqrt{n-1}\rfloor | \lfloor\sqrt{n-2}\rfloor
 \lfloor x\rfloor | \lceil x\rceil | \lfloor x+1\rfloor | \lfloor 2x\rfloor | 2\lfloor x\rfloor
-|xy| | xy | |x|y | x|y| | -xy | |z-i|=2 | |z+i|=2 | |z|^2=1 | z^2=1
-\operatorname{Re} z>0 | \operatorname{Im} z>0
+|xy| | xy | |x|y | x|y| | -xy | |z-i|=2
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
 \mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b} | \boldsymbol{b}\times\boldsymbol{a}
 2\mathbf{A} | 2\mathbf{F} | 2 | (\bm{a}+\bm{c})\times\bm{b} | \bm{b}\times(\bm{a}+\bm{c})
-5 | 5\u7684\u500d\u6570 | 5\u7684\u56e0\u6570 | \u7532\u4e59 | \u4e59\u7532 |
-5\u4ee5\u4e0a | 5\u4ee5\u4e0b | 5\u500d | 5\u5e74\u524d
+5 | 5\u7684\u500d\u6570 | 5\u7684\u56e0\u6570 | \u7532\u4e59 | \u4e59\u7532 | 5\u4ee5\u4e0a
 5\text{ cents} | 5\text{ cents off} | 7!5 | 75 | x^{10}C_3 | \text{twenty-one}
 0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
 (-\infty,1),(3,\infty) | x<1\text{ and }x>3 | (-\infty,1)\text{ or }(3,\infty)
-\nabla\cdot F | \nabla\times F | \hat x\hat p | \hat p\hat x | PDP^{-1} | P^{-1}DP | D | A^TA | AA^T
-\langle x^2\rangle-\langle x\rangle^2 | E[X^2]-E[X]^2 | 0
-(2,5) | [2,5] | x=2, y=5 | (5,2)
-x>2, x<5 | 2<x<5
-3:4 | 3/4 | 6:8 | 4:3 | y:x=3:4 | V_2:V_1=3:4 | S_1:S=3:4
-x^2+C | x^2 | x^2+c | x^2+K
-5 cm | 5 m
 x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7 | 3\equiv x\pmod7
-x\equiv3,5\pmod7 | x\equiv5,3\pmod7
-p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies p | pq
-\text{about }5 | \text{about }7 | x=\text{about }9 | \text{about half} | \text{about a third}
+p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies p
 5 | 5\text{ or about }9 | 5\text{ or about }6 | 2 is about 15 | 2 is about 30
-\text{Area}\approx12 | \text{Area}\approx13 | 2x\approx12 | 2x\approx13
 2\text{ hours }15\text{ minutes} | 3\text{ hours }10\text{ minutes} | 15\text{ hours }2\text{ minutes} | 30
 5\text{ boys and }3\text{ girls} | 3\text{ boys and }5\text{ girls} | 8
 (5\text{ boys}, 3\text{ girls}) | (5\text{ girls}, 3\text{ boys})
 5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys} | \$5:3\text{ boys} | \$3:5\text{ boys}
-20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} |
-\$20\text{ and }30\text{ kg} | \$30\text{ and }20\text{ kg}
+20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} | \$20\text{ and }30\text{ kg} |
+\$30\text{ and }20\text{ kg}
 30^\circ, 5\text{ cm} | 5^\circ, 30\text{ cm}
-7\text{ R }2 | 2\text{ R }7 | 14 | 7\text{ R }3
-\text{1 in 6} | \text{2 in 3} | 6 in 1 | 12\text{ by }5 | 5\text{ by }12 | 10 by 6 | 60
-15 minus 2 | 2 minus 15 | 2\text{ per }15 | 3\text{ per }10 | 5 hundred 3 | 3 hundred 5 | 2 nd 15 | 215
-20\text{ percent increase} | 20\text{ percent decrease} | 20
 \text{Alice is }5, \text{Bob is }7 | \text{Carl is }5, \text{Bob is }7
-\text{(i) }5\text{ (ii) }7 | \text{(i) }7\text{ (ii) }5 | (a) x (b) y | (a) y (b) x
 \u2460\u2462 | 13 | 31 | \u2462\u2460
 ABC | CAB | \text{BAC} | \mathrm{ACB}
-ABC, DEF | CAB, DEF
 \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix} |
 \begin{Vmatrix}1&2\\3&4\end{Vmatrix}
 \ln(2)^2 | \ln 4 | \sin(x)^2 | \sin(x^2) | \sin^{-1}x | \frac{1}{\sin x}
@@ -343,26 +264,18 @@ g(x+1)-g(x+2) | g(x+3)-g(x+4) | g(f(x)) | f(g(x))
 x+y=5 | x+2y=5 | 5 | 2a+3b=5 | 3a+2b=5
 \text{Profit: }12 | \text{Loss: }12 | 12 | \text{Profit is }12 | \text{The area is }12 |
 \text{Area of } ABC = 12
-\cos A=\frac13 | \sin A=\frac13 | \frac13 | \sum_k a_k=\frac13 | \prod_k a_k=\frac13 |
-\ln A=\frac13 | \log A=\frac13
+\cos A=\frac13 | \sin A=\frac13 | \frac13 | \sum_k a_k=\frac13 | \prod_k a_k=\frac13 | \ln A=\frac13
 \lim_{x\to0}f=2 | \lim_{x\to1}f=2 | 2 | \det A=2 | |x|=2
-a=c | b=c | c | x\in A | y\in A | A | \angle A=\angle B | \angle C=\angle B
+a=c | b=c | c | x\in A | y\in A | A
 \sqrt{2h/g} | \sqrt{2g/h} | \sqrt{2s/g} | \sqrt2 | \sqrt{2eV/m} | \sqrt{2m/eV}
-\frac13mL^2 | \frac13mL | \frac13 | \frac13m^2L | \frac12MR^2 | \frac12M^2R^2 | \frac12 | 2km | 2m
-c^2=4km | c^2=4 | 3st | 2st+1 | 3 | 3rd | 2F/m | 2F/A | 2T/m | 2
-2e-1 | 0.2 | 3e+1 | 30 | e^2+2e-1 | e^2+0.2 | 1e-5 | e-5
-10-20 | 30-40 | -10 | 5\u201310 | -5 | 5\sim10 | 1/2/2020 | 2/4/2020 | 21-19 | 20-18 | 2 | (10-20)
-100\sim200 | 100200 | 5 \sim 100 | 5100 | 0.1(6) | 0.6 | \frac16
-(iv) | (vi) | ix | xi | (ii) | -1 | i and iv | i and vi | IV
-mgh | Mgh | mgH | abcd | abdc
-\{2x\mid x>1\} | \{x\mid x>1\} | \{x^2\mid x>1\} | \{2k\mid k\in[0,2]\} | [0,2] |
-\{(x,x^2)\mid x>0\} | x>0
-X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
-\sum_k f^{(k)}(a) | \sum_k f^{k}(a) | \sum_k a_{(k)} | \sum_k a_k
+\frac13mL^2 | \frac13mL | \frac13 | \frac13m^2L | \frac12MR^2 | \frac12M^2R^2
+2e-1 | 0.2 | 3e+1 | 30 | e^2+2e-1 | e^2+0.2
+10-20 | 30-40 | -10 | 5\u201310 | -5 | 5\sim10
+(iv) | (vi) | ix | xi | (ii) | -1
+\{2x\mid x>1\} | \{x\mid x>1\} | \{x^2\mid x>1\} | \{2k\mid k\in[0,2]\} | [0,2] | \{(x,x^2)\mid x>0\}
+X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT}
 10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow} |
 5 dollars in debt
-5 miles per hour upstream | 5 miles per hour downstream | 5 times as large | 5 times as small | 5
-3 halves | 3 quarters | 3 sixes | 3 sevens | 3 dozens | 3
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \lg 2 | \log_2 10
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
 (1,200), (3,400) | 1200, 3400 | 1,200, 300 | 1200, 300

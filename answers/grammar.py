@@ -32,7 +32,7 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
-_SIGN_UNIT = r"[%$]|\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|\^?\\circ[CF]?"
+_SIGN_UNIT = r"[%$]|\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|(?:\^\\circ|\\degree)[CF]?"
 _ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
@@ -163,7 +163,7 @@ class Parser:
         return joined(r"\cup", nodes)
 
     def ratio(self) -> tuple:
-        """2:3, 3 to 4. In it and in a sum there is only one unit."""
+        """2:3, 3 to 4, with one unit."""
         nodes = [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
@@ -173,12 +173,14 @@ class Parser:
         return node
 
     def sum(self) -> tuple:
-        """Terms with signs."""
+        """Terms with signs, in no unit but degrees."""
         terms = []
         while (op := self.take("+", "-", r"\pm", r"\mp")) or not terms:
             self.signs += op in (r"\pm", r"\mp")
             term = self.product()
             terms.append(minus(term) if op in ("-", r"\mp" if self.sign > 0 else r"\pm") else term)
+        if len(terms) > 1 and {*units_in(("+", *terms))} - {"deg"}:
+            raise NotMath  # 5 cm-10 cm
         return joined("+", terms)
 
     def product(self) -> tuple:
@@ -188,6 +190,8 @@ class Parser:
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
+                if op == r"\times" and last[0] == factor[0] == "symbol":
+                    raise NotMath  # A\times B may be no product
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():
                 break

@@ -14,7 +14,7 @@ _ALIASES = {  # a command: those that mean the same
     r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
     r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", "'": "prime",
-    r"\circ": "degree degrees textdegree", "%": "%", "$": "$",
+    r"\degree": "degrees textdegree", "%": "%", "$": "$",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
         textstyle scriptstyle rm bf it sf tt small large Large LARGE huge Huge boldsymbol mathbf bm pmb mathit
         mathsf mathtt mathord bold normalsize underline emph boxed fbox ensuremath
@@ -82,7 +82,7 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
-    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF""".split("|")
+    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF degreeC""".split("|")
     for other in line.split()}
 _ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
 _TEXT = rf"(?:{_ROMAN})?"

@@ -190,7 +190,7 @@ class Parser:
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
-                if op == r"\times" and last[0] == factor[0] == "symbol":
+                if op == r"\times" and "symbol" in (last[0], factor[0]):
                     raise NotMath  # A\times B may be no product
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():
@@ -202,8 +202,9 @@ class Parser:
                 kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
                 mixed = t == r"\frac" and kinds == "number * number inverse number".split()  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
-        if len(factors) > 1 and "word" in next(zip(*factors)):
-            raise NotMath  # 12 by 5, May 5
+        vectors = [x for x in factors if x[0] == "symbol" and x[1][:4] in (r"\vec", r"\hat")]
+        if len(factors) > 1 and ("word" in next(zip(*factors)) or vectors[1:]):
+            raise NotMath  # 12 by 5, May 5; \hat x\hat p
         node = joined("*", factors)
         return ("unit", node, unit) if unit else node
 
@@ -238,7 +239,9 @@ class Parser:
             radians = ("*", node, ("constant", "pi"), ("inverse", number(180)))
             node = radians if self.degrees else ("unit", node, unit_name(sign[0]))
         elif exponent and self.take("^"):
-            node = ("^", node, self.argument())
+            base, node = node, ("^", node, self.argument())
+            if base[0] == "symbol" and base[1].isupper() and node[2] in (("symbol", "T"), minus(number(1))):
+                raise NotMath  # A^TA, PDP^{-1}: the order of matrices counts
         if exponent and self.peek() in ("^", "!"):
             raise NotMath
         return node

@@ -126,8 +126,6 @@ _REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen be
     (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
      r"x\\ne \1"),
     (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    (r"\\times(?= ?\(? ?\\(?:mathbf|boldsymbol|bm) ?(?:\{ ?[a-zA-Z] ?\}|[a-zA-Z](?![a-zA-Z])))",
-     r"\\crossproduct "),
     (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
     (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
     (r"U(?<=[)\] ]U) ?(?=[(\[])", r"\\cup "),

@@ -1,7 +1,6 @@
 """The value of a formula: a Fraction where it is exact, else 60 digits. What is too large is not computed."""
 
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -76,7 +75,7 @@ def _value(node: tuple, at: Callable, bits: int):
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
     if kind == "constant" and parts != ["oo"]:
         return dict(pi=+mp.pi, e=mp.exp(1), i=mp.mpc(0, 1))[parts[0]]
-    if kind not in _FUNCTIONS or kind == "*" and _in_order(parts):
+    if kind not in _FUNCTIONS:
         raise NotMath
     try:
         value = _compute(kind, [_value(part, at, bits) for part in parts], bits)
@@ -90,15 +89,6 @@ def _value(node: tuple, at: Callable, bits: int):
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
-
-
-def _in_order(factors: list[tuple]) -> bool:
-    r"""Whether it is a product whose order matters: \hat x\hat p, PDP^{-1}, A^TA."""
-    text = " ".join(map(str, factors))
-    inverse = r"'\*', \('number', Fraction\(-1, 1\)\), \('number', Fraction\(1, 1\)"
-    powers = re.search(rf"'\^', \('symbol', '[A-Z]'\), \((?:'symbol', 'T'|{inverse})", text)
-    matrices, vectors = re.findall(r"'symbol', '[A-Z]+'", text), re.findall(r"\\\\(?:vec|hat) ", text)
-    return len(vectors) > 1 or powers is not None and len(matrices) > 1
 
 
 def _compute(kind: str, values: list, bits: int):

@@ -46,14 +46,14 @@ def values_of(node: tuple) -> list:
 
 
 def _coordinate(point: int, rounded: int, absolute: bool, name: str):
-    r"""A value of either sign, alone and together (|x| is not x, |xy| not xy), near or far (|x+2| not x+2).
+    r"""A value of either sign, alone and together (|x| is not x, |xy| not xy), also far (|x+2| is not x+2).
     If something is rounded, an integer (not of x, y, z, t): \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
     seed = crc32(name.encode())
     if rounded:
         whole = 1 + point if rounded == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
         return whole + Fraction((0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0, 8)
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (seed >> (point - 2) & 1)
-    far = (1, 37 if absolute else 5)[point % 2]
+    far = 37 if absolute and point % 2 else 1
     value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * far, 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
 

@@ -186,7 +186,7 @@ def packed_attention(module, query, key, value, attention_mask, packing=None, sc
             tokens = x[0].transpose(0, 1)                                # [tokens, heads, d]
             # Each token has one place: no gradient has to sort, as those of indexing and F.embedding do.
             padded = tokens.new_zeros(*size, *tokens.shape[1:])
-            padded = padded.flatten(0, 1).index_copy(0, pack, tokens).unflatten(0, size)
+            padded = padded.flatten(0, 1).index_copy_(0, pack, tokens).unflatten(0, size)
             rows.append(padded.transpose(1, 2))
         q, *own = rows                                                   # [responses, heads, longest, d]
         k, v = [torch.cat([x.expand(len(q), -1, -1, -1), row], 2) for x, row in zip(prompt, own)]

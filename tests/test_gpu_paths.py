@@ -215,4 +215,4 @@ def test_the_gradient_of_packing_sorts_no_indices():
     with torch.profiler.profile() as seen:
         packed_attention(None, *inputs, None, packing=packing)[0].sum().backward()
     names = {event.name for event in seen.events()}
-    assert "aten::index_copy" in names and not {"aten::embedding_dense_backward", "aten::index_put_"} & names
+    assert "aten::index_copy_" in names and not {"aten::embedding_dense_backward", "aten::index_put_"} & names

@@ -39,10 +39,8 @@ def test_the_commands_of_a_docstring_parse(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "evaluate"])
-def test_help_begins_with_the_scripts_own_options_and_reflows(name, capsys, monkeypatch):
-    """No line ends before the next word would not fit: none of the source's line ends is left."""
+def test_help_begins_with_the_scripts_own_options(name, capsys, monkeypatch):
     module = load_script(name)
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit):
         parse(module.Args, **launched_with(module))
@@ -51,11 +49,6 @@ def test_help_begins_with_the_scripts_own_options_and_reflows(name, capsys, monk
     fields = module.Args.__dataclass_fields__
     own = [f"--{option}" for option in module.Args.__annotations__ if option in fields]
     assert flags[:len(own)] == own
-    column = next(line.index("show this help") for line in lines if "show this help" in line)
-    for line, following in zip(lines, lines[1:]):
-        text, rest = line[column:-2].rstrip(), following[1:-2].strip()
-        if text and line[column - 2:column] == "  " and following[1:column].isspace() and rest:
-            assert column + len(f"{text} {rest.split()[0]}") > 98, line
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

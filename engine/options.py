@@ -4,9 +4,9 @@ The options that a paper sets are in common.py, a method's own in its script."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -52,7 +52,7 @@ class Shared:
     answer_field: str = ""
     """Column of the gold answer, which is for evaluation and the log alone; empty: found from a list, too."""
     show_prompt: bool = False
-    """Print the exact text of the first problem's prompt, and of z_0 (Dynamic RL), and exit."""
+    """Print the exact text of each data set's first prompt, and of z_0 (Dynamic RL), and exit."""
     sampler: Literal["auto", "vllm", "hf"] = "auto"
     """Sampling engine. auto: vLLM if it is installed, else transformers (hf), as with --plain."""
     gpu_memory: PositiveShare = 0.5
@@ -227,7 +227,9 @@ def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     """What replaces the paper's values for a built-in model; for all others nothing."""
     if model in TOYS:
         return toy
-    return toy | smollm2 if model == "smollm2" else {}
+    if model == "smollm2":
+        return toy | smollm2
+    return {}
 
 
 def describe(module) -> str:
@@ -248,9 +250,8 @@ def documented(args_class: type) -> dict[str, str]:
 def manual(toy: dict, smollm2: dict) -> ConstructorRegistry:
     """How tyro reads dataclasses: in the order of `documented`, with the defaults of the model that the
     command line names behind the paper's. tyro by itself keeps the line ends of the source."""
-    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    words.add_argument("--model", nargs="?", default="")
-    model = words.parse_known_args()[0].model
+    named = re.search(r" --model[ =](\S+)", " ".join(sys.argv))
+    model = named[1] if named else ""
     overrides, registry = defaults_of(model, toy, smollm2), ConstructorRegistry()
 
     @registry.struct_rule

@@ -202,7 +202,7 @@ class Policy:
         # padded rows: as if there were no prompts, but responses of the whole length
         sizes, padding = (nothing, lengths, nothing), 1.0
         if self.packed:
-            # a prompt is computed once; padding is seen by attention alone, an eighth of a token's memory
+            # a prompt is computed once; attention alone sees padding, which counts as an eighth of a token
             groups = [number.setdefault(tuple(r.prompt_ids), len(number)) for r in responses]
             own = [len(r.response_ids) for r in responses]
             sizes, padding = ([len(r.prompt_ids) for r in responses], own, groups), 1 / 8

@@ -92,12 +92,6 @@ def of_the_machine(error: Exception) -> bool:
     return isinstance(error, kinds) or "NCCL" in str(error)
 
 
-def probe_response(prompt_ids: list[int], response_ids: list[int]) -> SimpleNamespace:
-    """What the heads and a policy need to know of a response."""
-    return SimpleNamespace(prompt_ids=prompt_ids, response_ids=response_ids, length=len(response_ids),
-                           mask=None, advantage=0.0, old_logp=None, ref_logp=None)
-
-
 def probe_requests(model) -> list[Request]:
     """A few tokens behind two short prompts that begin alike. Rows of the longer one end at other times,
     which a cache must survive. Tokens are from the middle of the vocabulary: its ends are special ones."""
@@ -107,11 +101,15 @@ def probe_requests(model) -> list[Request]:
 
 
 def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
-    """(responses that the sampler makes, its log-probs of their tokens [T])."""
-    groups = sampler.generate(requests, 1.0)
-    pairs = [(request.prompt_ids, sample) for request, group in zip(requests, groups) for sample in group]
-    return ([probe_response(prompt_ids, sample.response_ids) for prompt_ids, sample in pairs],
-            torch.cat([sample.logprobs for _, sample in pairs]))
+    """(responses that the sampler makes, as a policy takes them; its log-probs of their tokens [T])."""
+    responses, logprobs = [], []
+    for request, group in zip(requests, sampler.generate(requests, 1.0)):
+        for response_ids, logp_T, _ in group:
+            responses.append(SimpleNamespace(
+                prompt_ids=request.prompt_ids, response_ids=response_ids, length=len(response_ids), mask=None,
+                advantage=0.0, old_logp=None, ref_logp=None))
+            logprobs.append(logp_T)
+    return responses, torch.cat(logprobs)
 
 
 @torch.no_grad()
@@ -160,6 +158,9 @@ class VLLMSampler:
         threads = torch.get_num_threads()
         # memory-mapped; for the names of its weights and its buffers
         self.model = load_model(model, machine.trust_remote_code)
+        # What vLLM changes in this process, on a GPU as on a CPU, is put back below: where it runs a model in
+        # transformers' own class, it has torch.compile wrap this class, which is the trainer's, too; and it
+        # sets the number of torch's threads, to 1 on a GPU.
         original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
         try:
             from vllm import LLM  # only now: it replaces some of transformers' configs
@@ -180,9 +181,9 @@ class VLLMSampler:
                             f"hf. It says: {text[:200]}") from None
         finally:
             for kind, original_init in original_inits.items():
-                if kind.__init__ is not original_init:  # vLLM replaced it; the trainer has it, too
+                if kind.__init__ is not original_init:
                     kind.__init__, kind.do_not_compile = original_init, True
-        torch.set_num_threads(threads)  # vLLM may change their number
+        torch.set_num_threads(threads)
 
     @timed("sync")
     def load(self, named_tensors) -> None:
@@ -247,7 +248,8 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 
     model.load_weights = load_weights
     try:
-        with vllm_cpu.packing_again(model) if worker.device.type == "cpu" else nullcontext(set()) as unpacked:
+        on_cpu = worker.device.type == "cpu"
+        with vllm_cpu.packing_again(model) if on_cpu else nullcontext(set()) as unpacked:
             # without an iterator it re-reads the checkpoint
             worker.reload_weights(weights_iterator=iter(named_tensors))
     finally:

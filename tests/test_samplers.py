@@ -156,8 +156,8 @@ def test_draw_by_hand(options, expected):
 def test_a_text_or_a_special_token_ends_a_response_with_the_token_that_completes_it(sampler, stop):
     """The toy, with a norm that makes every token likely."""
     def sampled(**stop):
-        run = SimpleNamespace(args=args, sampler=sampler, tokenizer=TOKENIZER, log=SimpleNamespace(sampled=0),
-                              sampled=set(), read_answer=None, generate=None)
+        run = SimpleNamespace(args=args, sampler=sampler, tokenizer=TOKENIZER, sampled=set(),
+                              log=SimpleNamespace(sampled_tokens=0), read_answer=None, generate=None)
         return flat(common.sample(run, 1, problems, 16, **stop))
 
     args, ends = common.Args(max_new_tokens=100), re.compile("|".join(map(re.escape, stop)))

@@ -23,11 +23,13 @@ _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]
 _BEFORE = re.compile(_NAMED + r"\(?\s*$")
 _STYLE = re.compile(r"\\(?:text)?color\{[a-z]*\}|\\(?:(?:text|math|bold|under|mbox)[a-z]*|"
                     rf"(?:{STYLES}|q?quad|Rightarrow|implies)(?![a-zA-Z]))\s*|\\[()\[\],;:! ]|~")
-# <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], channels, MedGemma's
+# <think>, </thinking>, <|begin_of_thought|>, <|END_THINKING|>, <seed:think>, [/THINK], channels,
+# those of Gemma and MedGemma
 _THOUGHT = re.compile(
     r"[<\u25c1]\|?(/|end_(?:of_)?)?(?:begin_(?:of_)?|start_)?([\w:]{0,20}?(?:think|thought|reason|reflect|"
-    r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|>(?:(final)|analysis)"
-    r"(?:<\|message\|>)?|<unused9(?:(5)|4)>", re.IGNORECASE)
+    r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|?>(?:analysis|thought)"
+    r"(?:<\|message\|>)?|(<\|channel\|>final(?:<\|message\|>)?|<channel\|>)|<unused9(?:(5)|4)>",
+    re.IGNORECASE)
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _LISTED = re.compile(rf"\s*[\[(]\s*(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}))*\s*,?\s*[\])]\s*", re.DOTALL)
 _MISSING = ("", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "None", "null", None, math.inf, -math.inf)

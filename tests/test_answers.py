@@ -70,6 +70,9 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"[THINK]\boxed{1}", None),
     (r"<|begin_of_thought|>\boxed{1}", None),
     (r"<unused94>thought \boxed{3}", None),
+    ("<|channel>thought\n" r"\boxed{3}", None),
+    ("<|channel>thought\n" r"\boxed{3}<channel|>\boxed{4}", "4"),
+    (r"<|channel|>analysis<|message|>\boxed{3}<|channel|>final<|message|>\boxed{4}", "4"),
     (r"<unused94>thought \boxed{3}<unused95>\boxed{4}", "4")])
 def test_the_answer_of_a_response(text, expected):
     assert extract_answer(text) == expected

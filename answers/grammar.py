@@ -113,14 +113,14 @@ class Parser:
     def items(self, *ends: str, anew: bool = False) -> tuple:
         """Statements up to one of these tokens: ("list" or "or", ...), or the only one; 5 ft 6 in.
         The parts keep their units if these differ."""
-        nodes, either, joined_by = [], False, ","
+        nodes, either, joint = [], False, True
         while self.peek() not in ("", *ends):
-            if not joined_by and not (nodes[-1][0] == "unit" and self.peek()[0].isdigit()):
+            if not joint and not (nodes[-1][0] == "unit" and self.peek()[0].isdigit()):
                 raise NotMath
             nodes += self.item(anew or not self.depth)
-            joined_by = ""
+            joint = False
             while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
-                joined_by, either = sign, either or sign in _OR
+                joint, either = True, either or sign in _OR
         units = [units_in(node)[-1:] for node in nodes]
         if any(units[:-1]) and units.count(units[0]) < len(units):  # one behind the last part is that of all
             nodes = [("kept", node, *unit) for node, unit in zip(nodes, units)]
@@ -263,8 +263,7 @@ class Parser:
         t = self.expect()
         name = t.removeprefix("\\")
         if t[0].isdigit():
-            marked = self.match(r"_|\^?\{?'", step=False)  # 52_8, 5'
-            node = self.symbol(t) if marked else number(t)
+            node = self.symbol(t) if self.match(r"_|\^?\{?'", step=False) else number(t)  # 52_8, 5'
         elif t == "$":
             node = ("unit", self.power(), "$")
         elif t in ("(", "[", "]", r"\{"):

@@ -61,9 +61,9 @@ _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|r
        r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
        r"|\\AA)(?:\^\{?-?\d\}?)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
-_KNOWN = (r"(?:percent|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)|mile|yard"
-          r"|unit|gram|pound|lit(?:er|re)|point|way|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton|ohm)s?"
-          r"|feet|foot|ft|inch(?:es)?|people|men|women|children")
+_KNOWN = (r"(?:percent(?:age)?|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)"
+          r"|mile|yard|unit|gram|pound|lit(?:er|re)|point|way|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton"
+          r"|ohm)s?|feet|foot|ft|inch(?:es)?|people|men|women|children")
 _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
     sixteen seventeen eighteen nineteen""".split()
 # a known word or a plural, but no number, fraction or word such as plus, less, has

@@ -110,7 +110,7 @@ def _compute(kind: str, values: list, bits: int):
     if kind in ("inverse", "abs"):
         return 1 / first if kind == "inverse" else abs(first)
     if kind in (r"\lfloor", r"\lceil") and exact:
-        return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
+        return Fraction(first // 1 if kind == r"\lfloor" else -(-first // 1))
     if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
         raise NotMath
     if kind == "!" and exact and first.denominator == 1 and first >= 0:

@@ -98,8 +98,8 @@ class Log(RunFolder):
         class."""
         n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
         if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
-            shape = f"[{', '.join(map(str, rewards.shape))}] " if isinstance(rewards, torch.Tensor) else ""
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {shape}"
+            shape = list(getattr(rewards, "shape", []))
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {shape} "
                              f"{repr(rewards)[:80]}")
         named = [*classes, *(label if isinstance(label, dict) else [label]), *negatives]
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in named):
@@ -253,19 +253,15 @@ class Log(RunFolder):
                             f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
-        print0(f"\n{self.story(steps)}\n{evaluation_table(self.history)}")
+        model, data = (told(self.options[name]) or "toy" for name in ("model", "dataset"))
+        print0(f"\n{script_name()}.py trained {model} for {len(steps)} steps on {data} (--labels "
+               f"{self.options['labels']}).\n{what_happened(self.history, self.options)}\n"
+               f"{evaluation_table(self.history)}")
         if skipped:
             print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
         print0(f"\nFinal model: {self.path / 'final'}\n"
                f"Every vote on one page: python -m tools.report {self.path}\n"
                "A change of your own: docs/fork.md")
-
-    def story(self, steps: list[dict]) -> str:
-        """What was trained on what, and what_happened."""
-        model, data = (told(self.options[name]) or "toy" for name in ("model", "dataset"))
-        trained = f"{script_name()}.py trained {model} for {len(steps)} steps on {data} "
-        trained += f"(--labels {self.options['labels']})."
-        return "\n".join(filter(None, [trained, what_happened(self.history, self.options)]))
 
 
 def what_happened(lines: list[dict], options: dict) -> str:
@@ -280,10 +276,9 @@ def what_happened(lines: list[dict], options: dict) -> str:
     unseen = "" if name in ("mean", "train", data) else ", which it was not trained on,"
     scores = []
     for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
-        if metric in last and metric in first and len(evaluated) > 1:
-            scores.append(f"{words} on {first[metric]:.0%} before and {last[metric]:.0%} after")
-        elif metric in last:
-            scores.append(f"{words} on {last[metric]:.0%}")
+        if metric in last:
+            before = f"{first[metric]:.0%} before and " if first is not last and metric in first else ""
+            scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
     text = f"On {name}{unseen} it is right {', '.join(scores)}.\n"
     toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
     if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has

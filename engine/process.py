@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError, place
+from engine.base import UserError, enter, on_enter, place
 from engine.options import SMOLLM2, TOY, parse
 from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 
@@ -56,6 +56,8 @@ def start_processes(options: dict, train: bool = True,
         if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
     if ranks > 1:
+        on_enter[:] = [partial(_get_default_store().set, f"phase {rank_and_ranks()[0]}")]
+        enter(place[0])
         threading.Thread(target=watch, daemon=True).start()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads one of them
         if "expandable_segments:True" not in os.environ.get(name, "expandable_segments:True"):
@@ -115,17 +117,13 @@ def phases() -> str:
 
 
 def watch(every: int = 600) -> None:
-    """A thread that tells the other ranks each second where this one is. If that is the same place as `every`
-    seconds before, it prints where all are: NCCL's timeout ends a process without Python."""
-    before, store = "", _get_default_store()
-    with contextlib.suppress(RuntimeError):  # the store is gone, at the end
-        for second in itertools.count(1):
-            store.set(f"phase {rank_and_ranks()[0]}", place[0])
-            time.sleep(1)
-            if second % every == 0:
-                if place[0] == before:
-                    logging.error(f"No new phase for {every} s. {phases()}")
-                before = place[0]
+    """A thread that prints where all ranks are when this one has been in the same phase for so many seconds:
+    NCCL's timeout, which comes later, ends a process without Python."""
+    while True:
+        before = place[0]
+        time.sleep(every)
+        if place[0] == before:
+            logging.error(f"No new phase for {every} s. {phases()}")
 
 
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers

@@ -3,8 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import sys
-from types import SimpleNamespace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -158,7 +159,6 @@ def test_an_error_in_a_step_is_recorded_printed_and_ends_the_rank_at_once(monkey
     left = mock.Mock()
     monkeypatch.setattr(process, "leave", left)
     monkeypatch.setattr("sys.argv", ["ttrl.py"])
-    monkeypatch.setattr("engine.base.place", process.place)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     process.launch(step, ttrl.Args)
     process.place[0] = "no phase"
@@ -181,16 +181,16 @@ def test_a_rank_waits_for_half_an_hour_in_nccl_and_as_long_as_asked_in_gloo(monk
 
 
 def test_a_long_wait_names_the_phase_of_every_rank(monkeypatch, caplog):
-    """Two ranks as two threads; the store takes no further word when the run has ended."""
     store = dist.HashStore()
     store.set("phase 1", "sample since 12:00:00")
-    ended = mock.Mock(side_effect=[None] * 4 + [RuntimeError])
-    monkeypatch.setattr(process, "_get_default_store", lambda: SimpleNamespace(
-        set=lambda *entry: (store.set(*entry), ended()), multi_get=store.multi_get))
+    monkeypatch.setattr(process, "_get_default_store", lambda: store)
     monkeypatch.setattr(process, "rank_and_ranks", lambda: (0, 2))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    process.watch(every=2)
-    assert caplog.messages == ["No new phase for 2 s. Phases by rank: no phase, sample since 12:00:00"]
+    monkeypatch.setattr("engine.base.on_enter", [partial(store.set, "phase 0")])
+    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=[None, SystemExit]))
+    with timed("update"), pytest.raises(SystemExit):
+        process.watch()
+    assert re.fullmatch("No new phase for 600 s. Phases by rank: update since .{8}, sample since 12:00:00",
+                        caplog.messages[0])
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

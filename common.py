@@ -208,8 +208,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     """Refuse bad flags, model and data, then load weights. train: False to evaluate."""
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
-    machine, trust = args.machine, args.machine.trust_remote_code
-    path, length = model_folder(args.model), args.max_prompt_tokens + args.max_new_tokens
+    machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
     config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
     rows, rows_of = data.read_data(args, tokenizer, train)  # of --dataset, and of each benchmark
@@ -223,6 +222,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     device, dtype = start_processes(options, train, small=args.model in TOYS)
     log = Log(options, device, identity, changed(args))
     done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
+    length = args.max_prompt_tokens + args.max_new_tokens
     policy = reference = None
     if train:
         log.open_boards(done)  # before weights are read, since it may fail

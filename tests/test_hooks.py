@@ -97,21 +97,6 @@ def test_no_answer_and_no_gold_under_other_keys():
     assert not Problem("p", answer_keys=problem.answer_keys).is_right("Paris")
 
 
-# ------------------------------------------------ own problems -------------------------------------------
-def test_chats_that_end_alike_are_different_problems(tmp_path, monkeypatch):
-    """In the first epoch none was seen before, and each has a vote of its own."""
-    def chats(args, start=common.start, **task):
-        run = start(args, **task)
-        for problem in run.problems:
-            problem.before, problem.question = [("user", problem.question)], "What is the answer?"
-        return run
-
-    monkeypatch.setattr(common, "start", chats)
-    lines = run_toy(ttrl, tmp_path / "run", **SMALL | TINY | dict(steps=2))
-    assert not any("flip_rate" in line for line in lines)
-    assert len({vote["problem"] for vote in read_lines(tmp_path / "run/votes.jsonl")}) == 4
-
-
 # ------------------------------------------------ own sampling -------------------------------------------
 def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
     seen = []

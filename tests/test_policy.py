@@ -4,15 +4,13 @@
 import pytest
 import torch
 from conftest import make_policy, random_rollouts, tiny_model
-from equations import log_softmax_rows, relative_error
+from equations import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import Rollout
 from engine import logprobs
-from engine.options import TOY_MODEL
-from engine.models import load_model
 from engine.policy import plan_micro_batches
 
 
@@ -156,27 +154,6 @@ def test_a_window_shorter_than_the_responses_is_not_packed(tmp_path, window, pac
     policy = make_policy(tmp_path)
     assert policy.packed == packed
     is_the_models_own(policy, model, 64, shared=0)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_statistics_of_the_scoring_pass_are_those_of_full_logits(plain, monkeypatch):
-    """What forks ask for: two statistics of the whole vocabulary, 7 rows at a time."""
-    def largest(logp):
-        sizes.append(len(logp))
-        return logp.amax(-1)
-
-    policy, model = make_policy(plain=plain), load_model(str(TOY_MODEL))
-    rollouts, sizes = random_rollouts(5), []
-    monkeypatch.setitem(logprobs.CHUNK, "cpu", policy.model.config.vocab_size * 7)
-    scores = policy.score(rollouts, 0.5, largest, lambda logp: -logp.mean(-1))
-    assert plain or max(sizes) <= 7
-    for rollout, found in zip(rollouts, scores, strict=True):
-        assert rollout.old_logp is None
-        rows = log_softmax_rows(model, rollout, 0.5).detach()
-        expected = [rows[range(len(rows)), rollout.response_ids], -(rows.exp() * rows).sum(-1), rows.amax(-1),
-                    -rows.mean(-1)]
-        for values, wanted in zip(found, expected, strict=True):
-            assert values.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("head", [logprobs.ChunkedHead, logprobs.PlainHead])

@@ -1,17 +1,15 @@
 """--model smollm2, a real pretrained model: its conversion, its problems, and two steps of it."""
 
-import importlib
 import subprocess
 import sys
 from importlib import util
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, read_lines, launched_with
+from conftest import ROOT, read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import models
-from engine.options import parse
 from toy import make_smollm2
 
 needs_package = pytest.mark.skipif(
@@ -53,15 +51,6 @@ def test_problems_are_disjoint_and_right():
     for row in sum(files.values(), []):
         assert eval(row["problem"].removeprefix("What is ").rstrip("?")) == int(row["answer"])
     assert files == make_smollm2.problems() != make_smollm2.problems(seed=8)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_knows_the_short_name(name, monkeypatch):
-    module = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [name, "--model=smollm2", "--votes", "12", "--train_samples", "12"])
-    args = parse(module.Args, **launched_with(module))
-    assert args.model == "smollm2" and args.votes == 12 and args.errors() == []
-    assert args.dataset == ("" if name == "dynamic_rl" else "smollm2")
 
 
 # ------------------------------------------------- two steps ------------------------------------------------

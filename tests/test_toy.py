@@ -1,11 +1,10 @@
-"""The two toys: the files as they are shipped, what their base models can do, and that the demo learns."""
+"""The two toys: the files as they are shipped, and that the demo learns."""
 
 import json
 
 import pytest
 from conftest import ROOT, run_toy, toy_of
 
-import evaluate
 import ttrl
 from toy import make_toy
 
@@ -20,17 +19,6 @@ def test_the_generator_makes_the_shipped_problems_and_tokenizers(tmp_path):
     make_toy.make_tokenizer(tmp_path, 58)
     for folder in ("toy", "toy/even"):
         assert (tmp_path / "tokenizer.json").read_text() == (ROOT / folder / "tokenizer.json").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["toy", "toy_even"])
-def test_the_base_model_holds_what_its_greedy_answers_do_not_show(tmp_path, name):
-    rows = []
-    for out, settings in (("greedy", dict(temperature=0.0)), ("sampled", dict(samples=32))):
-        args = evaluate.Args(model=name, benchmarks="toy", preset="toy", out=str(tmp_path / out), **settings)
-        rows.append(evaluate.main(args)["toy"])
-    greedy, sampled = rows
-    assert greedy["pass@1"] < 0.15 and 0.75 < sampled["maj@32"] < 0.88 and sampled["pass@32"] > 0.95
 
 
 @pytest.mark.slow

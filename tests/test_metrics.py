@@ -224,11 +224,11 @@ def test_math_verify_grades_the_text_and_our_classes_vote():
     assert theirs["classes"] == ours["classes"] and theirs["right"] == ours["right"] == {0}
 
 
-@pytest.mark.parametrize("first, right", [(0, {0}), (2, {0}), (3, set())])
-def test_a_class_is_right_if_math_verify_finds_most_of_its_responses_right(first, right):
+@pytest.mark.parametrize("first, second, right", [
+    ("5", "**5**", {0}), ("**5**", "5", {0}), ("**5**", "**5**", set())])
+def test_a_class_is_right_if_math_verify_finds_most_of_its_responses_right(first, second, right):
     """Whatever the order: Math-Verify reads no number in \\boxed{**5**}, which is 5 here."""
-    texts = [r"\boxed{5}", r"\boxed{5}", r"\boxed{**5**}", r"\boxed{**5**}"][first == 3:]
-    texts = texts[first % 3:] + texts[:first % 3]
+    texts = [rf"\boxed{{{answer}}}" for answer in (first, second, "5")]
     responses = [Rollout([], [0], torch.zeros(1), True, text, text[7:-1]) for text in texts]
     problem = Problem("2 + 3?", "5")
     theirs, _ = evaluate.math_verify_grades(problem, grade(problem, responses), responses)

@@ -3,7 +3,6 @@
     python -m lab.compare my_idea.py                   # trains seeds 1 to 5, then prints the table
     python -m lab.compare --on even my_idea.py         # on the toy where nothing corrects the vote
     python -m lab.compare "my_idea.py --kappa 4"       # with switches; a fork of examples/ is made first
-    python -m lab.compare "my_idea.py --steps 10"      # a short trial, beside TTRL's of ten steps
 
 The stored rows are toy/results.csv; what they and the intervals mean: docs/leaderboard.md. Ctrl-C ends the
 runs after a checkpoint; called again, the command resumes them and keeps those that are finished. Do not edit

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_script, write_run
+from conftest import ROOT, write_run
 from scipy import stats
 
 from engine.base import UserError
@@ -41,13 +41,6 @@ def test_a_run_of_other_code_or_arguments_is_refused(repository):
         (repository / "good.py").write_text(code)
         with pytest.raises(UserError, match=f"^{run} holds a run of other code or arguments; "):
             compare.train({run: ["good.py", "--steps", steps]}, workers=1)
-    started = repository / "out/run-seed2"  # and edited before the next one starts
-    for folder, code in ((started, GOOD), (run, "edited")):
-        folder.mkdir(exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(dict(command=["/x/good.py"], code=code)))
-    (repository / "good.py").write_text("edited")
-    with pytest.raises(UserError, match=f"^{started} holds a run of other code"):
-        compare.train({run: ["good.py"], started: ["good.py"]}, workers=1)
 
 
 def test_a_failed_run_is_named_and_ends_the_others(repository):
@@ -63,7 +56,6 @@ def test_a_line_is_read_from_a_run_of_the_shipped_toy(repository):
     texts = ["Max has 5 fewer than Omar.", "Max has 5 more than Omar.", "2 + 2", "3 + 3"]
     lines = [json.dumps(dict(problem=text)) + "\n" for text in texts]
     (repository / "toy/test.jsonl").write_text("".join(lines))
-    assert ["fewer" in compare.phrases(text) for text in texts] == [True, False, False, False]
     last = {"step": 2, "eval/toy_test/pass@1": .5, "eval/toy_test/pass@8": .75}
     votes = [dict(problem="a", right=right, flipped=None) for right in (True, False)]
     run = write_run(repository / "a-seed2", dict(seed=2), metrics=[{"step": 1}, last], votes=votes)
@@ -96,9 +88,6 @@ def test_an_interval_is_t_over_seeds_and_binomial_over_problems_in_squares():
     assert compare.cell(lines[:2], "test", 100) == ".45"  # fewer than three seeds
     assert compare.cell([line(1, .0), line(2, .1), line(3, .2)], "test", 100) == ".10 (.00–.36)"  # cut at 0
     assert compare.cell([line(1, .5, step=0)], "test", 100) == ".50±.10"  # not trained: its problems alone
-    assert compare.cell([line(1, 1.0, step=0)] * 5, "test", 100) == "1.00±.00"
-    assert compare.cell([], "test", 100) == "–"
-    assert compare.table(lines[:1], ["even"], {"test": 9}).splitlines()[2] == "| a | .40 | 3 |"
 
 
 @pytest.mark.parametrize("harm, verdict", [(0, "not told apart"), (.3, "below"), (-.3, "above")])
@@ -108,7 +97,6 @@ def test_the_difference_to_ttrl_is_seed_by_seed(harm, verdict):
     half = stats.sem([-.02, -.01, 0, .01, .02]) * stats.t.ppf(.975, 4)
     sentence = compare.difference(lines, base[::-1])  # paired by their seeds
     assert sentence.startswith(f"seed by seed: test {-harm + 0:+.3f} ± {half:.3f}: {verdict}; fewer ")
-    assert compare.difference(lines[:2], base).startswith("is not printed: it takes three seeds")
 
 
 def test_the_pages_tables_are_the_stored_rows():
@@ -128,7 +116,3 @@ def test_the_pages_tables_are_the_stored_rows():
             found += bool(made)
             assert not made or text in made, f"{page} has\n{text}\nbut the lines give\n" + "\n".join(made)
     assert found > 2
-
-
-def test_changed_lines():
-    assert compare.changed_lines(Path(load_script("flip_rate").__file__)) == 30  # examples/README.md

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
 
 from common import UserError
@@ -15,29 +14,21 @@ from lab.exercises.check import EXERCISES, check, solution
 
 
 RIGHT = [
-    (1, lambda c: torch.tensor([x is not None and x == max(c, key=lambda y: (y is not None) * c.count(y))
-                                for x in c], dtype=torch.float64)),
     (2, lambda r, eps=1e-6: ((r - r.mean()) / (r.var().sqrt() + eps)).nan_to_num() * (r.max() > r.min())),
-    (5, lambda a, h, alpha=0.2, beta=0.2: a * (2 - h / h.mean()).clip(1 - alpha, 1 + beta) if any(h) else +a),
     (6, lambda logp, ref: ref.exp() / logp.exp() + logp - ref - 1)]
 # Wrong answers: a change of the script's own text, old => new, and how the hint begins
 WRONG = [
     (1, "float(c is not None and c == winner) => float(c == winner)", "None is no answer"),
     (1, "common.majority(classes) => common.majority(classes[::-1])", "A tie"),
-    (1, "for c in classes]) => for c in classes]).int()", "Whoever agrees"),
     (2, "rewards.std() => rewards.std(unbiased=False)", "Subtract the mean"),
     (2, "+ eps) => + 1e-6)", "Rewards that differ by a millionth"),
-    (2, "(rewards - rewards.mean()) => rewards.sub_(rewards.mean())", "Subtract the mean"),
     (3, "c != positive and => c != top and", "If the top answer is no positive label"),
-    (3, "> tau_marg => >= tau_marg", "Positive: share"),
     (3, "n, top = len(classes) => n, top = sum(c is not None for c in classes)", "None counts in N"),
-    (4, "< kappa => < 3", "kappa, delta and sigma are arguments"),
     (4, "< kappa => <= kappa", "One label after the other"),
     (4, "len(classes), sigma) => sum(counts.values()), sigma)", "None is no label"),
     (5, ".clamp(1 - alpha, 1 + beta) => .clamp(1 - beta, 1 + alpha)", "The factor is"),
     (5, "average == 0 => average < 0", "All entropies are 0"),
-    (6, "d_T.exp() - d_T - 1 => d_T ** 2 / 2", "The value is"),
-    (6, "d_T.exp() - d_T - 1 => d_T.exp() - d_T.detach() - 1", "The value is")]
+    (6, "d_T.exp() - d_T - 1 => d_T ** 2 / 2", "The value is")]
 
 
 @pytest.mark.parametrize("number, change, hint", WRONG)

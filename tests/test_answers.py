@@ -28,33 +28,24 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"\boxed{\frac{\sqrt{a^{2}}}{b}} done", r"\frac{\sqrt{a^{2}}}{b}"),
     (r"\fbox{7}", "7"),
     (r"so \boxed 42.", "42"),
-    (r"\boxed5", "5"),
-    (r"\boxed B", "B"),
     (r"\boxed\frac{1}{2}", r"\frac{1}{2}"),
-    (r"$\boxed\text{D}$", r"\text{D}"),
     (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{\left\{ x \right.} end}", r"\left\{ x \right."),  # an escaped brace is no brace
     (r"\boxed{}", None),
     (r"\boxed{\phantom{12}}", None),
     (r"\boxed{1}, and more: \boxed{\frac{1", None),  # truncated: the first box is not the answer
     # a box that is only mentioned, or denied
-    (r"put it in \boxed as asked: \boxed{4}", "4"),
     (r"\boxed{4}. I used \boxed as asked.", "4"),
     (r"\boxed{7}. The final answer is in \boxed{}", "7"),
     (r"\boxed{7}, as in \boxed{\text{your answer}}", "7"),
     (r"$\boxed{91}$, not $\boxed{90}$", "91"),
-    (r"$\boxed{2}$ (instead of $\boxed{3}$)", "2"),
     # boxes of one list
     (r"\(\boxed{3}\), \(\boxed{5}\), \(\boxed{7}\)", "3, 5, 7"),
-    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"),
-    (r"\boxed{1}; \boxed{2}", "1, 2"),
     (r"$x=\boxed{2}, y=\boxed{3}$", "x=2, y=3"),
     (r"(\boxed{1}, \boxed{2})", "(1, 2)"),
     ("$\\boxed{6}$ \u548c $\\boxed{8}$", "6, 8"),
     (r"$\boxed{5}$ cm and $\boxed{12}$ cm", "5, 12"),
-    (r"\$\boxed{5}, \$\boxed{6}", "5, 6"),
     (r"\boxed{3} pears and \boxed{4} apples", "3, 4"),
-    ("Part (a): \\boxed{5}\nPart (b): \\boxed{7}", "5, 7"),
     ("**Part a:** $\\boxed{5}$\n\n**Part b:** $x=\\boxed{7}$", "5, x=7"),
     (r"(i) \boxed{5} (ii) \boxed{7}", "5, 7"),
     (r"$\boxed{5} \text{ for part (a) and } \boxed{7}$", "5, 7"),
@@ -62,14 +53,10 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),  # one answer, said twice
     (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
     # thoughts
-    (r"<think>\boxed{1}</think> so two", None),
     (r"<think>I try \boxed{1} hmm", None),
     (r"<think>a</think> \boxed{3} <think>again \boxed{4}", None),
-    (r"<thinking>\boxed{1}</thinking> two", None),
     (r"<reasoning>\boxed{1}</reasoning> \boxed{2}", "2"),
-    (r"[THINK]\boxed{1}", None),
     (r"<|begin_of_thought|>\boxed{1}", None),
-    (r"<unused94>thought \boxed{3}", None),
     ("<|channel>thought\n" r"\boxed{3}", None),
     ("<|channel>thought\n" r"\boxed{3}<channel|>\boxed{4}", "4"),
     (r"<|channel|>analysis<|message|>\boxed{3}<|channel|>final<|message|>\boxed{4}", "4"),
@@ -97,192 +84,164 @@ def table(text):
 
 # Each line is one answer. Most spellings are from public bug reports of graders.
 SAME = table(r"""
-0.5 | .5 | 0.50 | \frac12 | \frac{1}{2} | \dfrac{1}{2} | \tfrac12
-1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | 1000.0
-3\text{ million} | 3 million | 3,000,000 | 3 000 000 | 3'000'000 | 3.000.000 | 30,00,000
-5 | x=5 | x = 5 | 5. | \text{5} | {5} | (5)
-12 | **12** | \textcolor{red}{12} | =12 | 3\times4=12 | x\approx12 | 12th
-90 | m\angle ABC=90^\circ | 90^\circ | 90^{\circ} | 90\u00b0 | 90\text{ degrees} | 90\%
-120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} | \binom{10}{3} | \dbinom{10}{3}
-2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | 1+1 | (2)(1) | 2(1)
-1\frac{3}{4} | \frac{7}{4} | 1.75 | 1 3/4 | {7 \over 4} | \nicefrac{7}{4} | \sfrac74
--\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | \u22120.5 | -1/2 | -\dfrac12
+0.5 | .5 | 0.50 | \frac12 | \dfrac{1}{2}
+1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | \text{Answer: }1,000 | {\bf 1,000}
+3\text{ million} | 3 000 000 | 3'000'000 | 3.000.000 | 30,00,000
+5 | x=5 | 5. | \text{5} | (5) | 5=x
+12 | **12** | =12 | 3\times4=12 | x\approx12 | 12th
+90 | m\angle ABC=90^\circ | 90\u00b0 | 90\text{ degrees} | 90\%
+120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} | \dbinom{10}{3}
+2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)
+1\frac{3}{4} | \frac{7}{4} | 1 3/4 | {7 \over 4} | \sfrac74
+-\frac{1}{2} | \frac{1}{-2} | \u22120.5 | -1/2
 \frac13 | 0.\overline{3} | 0.(3) | 0.333\ldots | 0.3333... | P(A)=\frac13
-3{,}5 | 3{.}5 | 3.5 | 3\u00bd
-2\sqrt5 | \sqrt{20} | 2 \sqrt{5} | \sqrt 5\cdot2 | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
-\sqrt{2} | \sqrt{2}\approx1.414 | \sqrt2\;(\approx1.41) | \sqrt{2} (approximately 1.41) |
-\sqrt{2} \text{ (approx. 1.41)} | \sqrt{2}\text{ or about }1.41
-2\pi | 2 \pi | \pi\cdot 2 | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
+3{,}5 | 3{.}5 | 3\u00bd
+2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
+\sqrt{2} | \sqrt2\;(\approx1.41) | \sqrt{2} (approximately 1.41) | \sqrt{2}\text{ or about }1.41
+2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
 52_8 | 52 (base 8) | (52)_8 | 52_{(8)} | 52_{\text{eight}}
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
 11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
-\text{Evelyn} | Evelyn | evelyn | \textbf{Evelyn} | \operatorname*{Evelyn}
+\text{Evelyn} | evelyn | \operatorname*{Evelyn}
 YES | yes | \u201cYes\u201d
-1, 2, 3 | 3, 2, 1 | \{1,2,3\} | 1,2,3 | x=1, x=2, x=3 | 1, 2 and 3 | 1, 2, \text{ and } 3
+1, 2, 3 | 3, 2, 1 | \{1,2,3\} | x=1, x=2, x=3 | 1, 2, \text{ and } 3
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
-(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | \left(1,\,2\right) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
-(1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (3,4) or (1,2) | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
-\emptyset | \varnothing | \{\} | \{ \}
-[2,\infty) | x\ge 2 | x \geqslant 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
-(-\infty,2] | ]-\infty;2] | x\le 2
-(-1,3] | -1<x\le3 | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3
-(0,9)\cup(9,36) | (9,36) \cup (0,9) | (9,36)\quad\cup\quad(0,9)
-(-\infty,-1) \text{ or } (1,\infty) | x<-1 \lor x>1
-x \not= 3 | x\ne 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\neq3 | x\in\mathbb{R}, x\ne3 |
-(-\infty,3)\cup(3,\infty)
-\mathbb R | \u211d | \text{all real numbers} | (-\infty,\infty) | x\in\mathbb{R}
-1\pm\sqrt2 | 1+\sqrt2, 1-\sqrt{2} | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2
-\begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{pmatrix}\frac12\\2\end{pmatrix} |
-\begin{bmatrix} 0.5 \\[3pt] \sqrt{4} \end{bmatrix} | \begin{pmatrix}1/2\cr2\end{pmatrix} |
+(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
+(1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
+\emptyset | \varnothing | \{ \}
+[2,\infty) | x\ge 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
+(-\infty,2] | ]-\infty;2]
+(-1,3] | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3
+(0,9)\cup(9,36) | (9,36) \cup (0,9) | x\in(0,9)\text{ or }x\in(9,36) | (0, 9) U (9, 36)
+x \not= 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\in\mathbb{R}, x\ne3 | (-inf,3)\cup(3,\infty)
+\mathbb R | \u211d | \text{all real numbers} | (-\infty,\infty)
+1\pm\sqrt2 | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2 | 1 +/- \sqrt{2}
+\begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{bmatrix} 0.5 \\[3pt] \sqrt{4} \end{bmatrix} |
 \left[\begin{matrix}1/2\\2\end{matrix}\right] | \\begin{matrix}1/2\\\\2\\end{matrix}
-\begin{cases}1,& x>0\\ 2,& x\le0\end{cases} | \begin{cases}1 & x>0\\ 2 & x\le0\end{cases}
-x=1,y=2 | y=2, x=1 | y=2,\quadx=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
+\begin{cases}1,& x>0\\ 2,& x\le0\end{cases} | \begin{cases}1 & \text{if }x>0\\ 2 & x\le0\end{cases}
+x=1,y=2 | y=2, x=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
 \begin{aligned}x&=1\\y&=2\end{aligned}
 x^2+1 | x**2+1 | x\u00b2+1
-\sqrt{1/n} | \frac{1}{\sqrt{n}}
-y=2x+3 | 2x+3 | 3+2x | f(x)=2x+3 | 2(x+1)+1 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
-v=v_0+at | v_0+at | v\u2080+at
-2x+c, c\in\mathbb{R} | 2x+c | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
+y=2x+3 | 3+2x | f(x)=2x+3 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
+v=v_0+at | v\u2080+at
+2x+c, c\in\mathbb{R} | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
-\lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \lfloor(n+1)/2\rfloor |
-\u230a(n+1)/2\u230b
+\lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \u230a(n+1)/2\u230b
 \sin^2 x+\cos^2 x | 1
 \sin x | \text{sin}(x)
-\arctan 2 | \operatorname{arctan}(2)
 \tau\ln\frac1\Delta | -\tau\ln\Delta
 mgh | m g h | m\cdot g\cdot h | gmh | W=mgh
-\frac12MR^2 | \frac12 M R^2 | \frac{MR^2}{2} | \frac{1}{2}M\cdot R^2
-\frac13mL^2 | \frac13m L^2 | \frac{mL^2}{3}
+\frac12MR^2 | \frac12 M R^2 | \frac{MR^2}{2}
 \sqrt{2h/g} | \sqrt{\frac{2h}{g}} | t=\sqrt{2h/g}
 2e-1 | 2e - 1 | -1+2e
-1234 | \textbf{1,234} | \textcolor{red}{1,234} | {\bf 1,234} | {1,234} | \text{Answer: }1,234
-7 | 2.5(2)+2 | 7=x | {7\text{ cm}}
+1234 | \textbf{1,234} | \textcolor{red}{1,234} | {1,234}
+7 | 2.5(2)+2 | {7\text{ cm}}
 k_BT | k_{B}T | k_{\mathrm{B}}T
 -2 | \sqrt[3]{-8} | (-8)^{1/3} | -\sqrt[3]{8}
 -\sqrt[3]{x-1} | \sqrt[3]{1-x}
 \frac{\log 8}{\log 4} | 1.5 | \log_4 8
 0.00001 | 1e-5 | 1.0e-5 | 10^{-5}
 m\frac{dv}{dt}+bv=f | m\frac{dv}{dt}=f-bv
-\hat{\imath} | \hat{i} | \mathbf{i} | \vec{i} | \boldsymbol{i} | \mathbf{\hat{i}}
-19 | nineteen | \text{Nineteen}
-0.75 | \frac34\text{ cup} | 0.75\text{ or }\frac34 | 0.75\text{ kWh} | 0.75\text{ miles per hour}
-(-3,1)\cup(4,6) | x\in(-3,1)\text{ or }x\in(4,6) | -3<x<1\text{ or }4<x<6
-\text{A} | A) | Option A | \text{Choice A} | A
-\cot x | \operatorname{ctg}x
-\gcd(a,b) | \text{gcd}(a,b)
+\hat{\imath} | \hat{i} | \mathbf{i} | \vec{i}
+19 | nineteen
+0.75 | \frac34\text{ cup} | 0.75\text{ or }\frac34 | 0.75\text{ miles per hour}
+\text{A} | A) | Option A | \text{Choice A}
 \max(a,b) | \max\{a,b\} | \max\left\{a,b\right\}
-(-\infty,2)\cup(3,\infty) | (-inf, 2) U (3, inf)
-e | \mathrm{e} | x=e
 (2,5) | x\in(2,5) | 2<x<5 | (x,y)=(2,5)
-(-\infty,2)\cup(5,\infty) | x<2 or x>5
+(-\infty,2)\cup(5,\infty) | x<2 or x>5 | x<2 \lor x>5
 3:4 | 3 to 4
-x^2+C | C+x^2 | y=x^2+C
 91 cm | 91\text{ m} | 91 meters | 91
-x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1 \mod 4 | x\equiv1\ (\mathrm{mod}\ 4)
-2.65 | \text{about }2.65 | Approx. 2.65 | x = roughly 2.65 | \sim2.65 | 2.65\text{ (approx.)} |
-2.65 \text{ to the nearest hundredth}
+x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1\ (\mathrm{mod}\ 4)
+2.65 | \text{about }2.65 | x = roughly 2.65 | \sim2.65 | 2.65 \text{ to the nearest hundredth}
 3\text{ hours }20\text{ minutes} | 3 hours and 20 minutes | \text{3 hr 20 min} | 20\text{ min}, 3\text{ h}
 5\text{ boys and }3\text{ girls} | 3 girls and 5 boys | \text{5 boys, 3 girls}
-\text{not enough information} | Not enough information
-\text{Alice and Bob} | Alice and Bob | Bob, Alice
-\text{May }5 | May 5
+\text{Alice and Bob} | Bob, Alice
 \text{hyperbola} | A hyperbola | \text{a hyperbola.}
-\frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | (-1\pm\sqrt{17})/2 |
-x=-.5\pm.5\sqrt{17}
+\frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | x=-.5\pm.5\sqrt{17}
 (7,\pm2) | (7,2), (7,-2)
-2 +/- \sqrt{3} | 2+\sqrt3, 2-\sqrt3 | \frac{4\pm\sqrt{12}}{2}
-36 | \textbf{(D)}\ 36 | \text{D) }36 | (\text{D})\ 36 | (D) 36 | D. 36
-293 | m+n=256+37=293 | \text{Answer: }m+n=293 | \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
-12000, 3500 | 12,000, 3,500 | 12,000; 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
+36 | \textbf{(D)}\ 36 | \text{D) }36 | (D) 36
+293 | m+n=256+37=293 | \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
+12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
 mg(h_1-h_2) | mgh_1-mgh_2
 (\ln2)^2 | \ln(2)^2 | \ln^2 2
-\sin^2x | \sin\left(x\right)^2
-\ln 2\cdot\ln 3 | \ln2\ln3 | \ln 3\times\ln 2
-\ln|x|+C | \ln(|x|)+C
+\ln 2\cdot\ln 3 | \ln2\ln3
 \arcsin x | \sin^{-1}x
-\begin{cases}x & x>0\\-x & x\le0\end{cases} |
-\begin{cases}x, & \text{if }x>0, \\ -x, & \text{if }x\le0.\end{cases}
 """)
 # In each line no answer equals another.
 DIFFERENT = table(r"""
 2 1/b | 2 | 2\frac12! | 2\frac12^x | 2 \u00b2/3
-2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt3\cdot10^{-30} | \sqrt{2}+10^{-30}
-0.333333 | \frac13 | 0.3333333333333333 | 3.14 | \pi | \frac{22}{7}
-e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12} | \frac{\pi}{1000001} |
-\frac{\pi}{1000002}
+2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt{2}+10^{-30}
+0.333333 | \frac13 | 0.333 | 3.14 | \pi | \frac{22}{7}
+e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
 9^{9^{9^9}} | 9^{9^{9^8}} | 7
 12 | 1,2 | 1.2 | 21 | -12 | \frac{1}{23}
 1 \\ 200 | 1200 | 110,143 | 143,110 | (1) 3 (2) 4 | (1) 6 (2) 2
-\u221a13 | 3 | \u221a15 | 13 | \pm1\pm\sqrt2 | \pm(1+\sqrt2)
-52_8 | 52 | 42 | 52_9 | 52\text{ (base 6)} | 52\text{ (base 7)}
-3\text{ million} | 3 | 3\text{ lakh rupees} | 3\text{ and a half hours} | 3\u4e07 | 3\mathrm{R}
+\pm1\pm\sqrt2 | \pm(1+\sqrt2) | \frac{3\pm\sqrt{5}}{7} | \frac{5\pm\sqrt{3}}{7}
+52_8 | 52 | 42 | 52\text{ (base 6)} | 52\text{ (base 7)}
+3\text{ million} | 3 | 3\text{ lakh rupees} | 3\text{ and a half hours} | 3\u4e07 | 3\text{ dozen}
 12:00 | 1:00 | 3:05\text{ PM} | 3:05\text{ AM} | 3 to 4 | 4\text{ to }3
-(1,2) | (2,1) | [1,2] | [1,2) | 1,2 | 12
-\{1\},\{2\} | \{1,2\} | \{\{1,2\}\} | \{\{1\}\} | \{1\} | \emptyset
-x>2 | x\ge2 | x<2 | 2 | \text{odd }x>2 | \text{even }x>2
+3 in 5 | 5 in 3 | 3 by 5 | 3\text{ R }5 | 5\text{ R }3 | 15 | at least 3 | less than 3 | not 3 | twice 3 | 3
+(1,2) | (2,1) | [1,2] | [1,2) | 1,2
+\{1\},\{2\} | \{1,2\} | \{\{1,2\}\} | \{1\} | \emptyset
+x>2 | x\ge2 | x<2 | 2 | \text{odd }x>2
 x>-3\text{ and }x<5 | x>-3\text{ or }x<5 | x\ne1\text{ and }x\ne2 | x\ne1\text{ or }x\ne2
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix} |
 \begin{pmatrix} 1 & 2 \end{pmatrix}
 f(x)=\begin{cases}1 & x=0\\ 2 & x=1\end{cases} | f(x)=\begin{cases}7 & x=0\\ 9 & x=1\end{cases}
 7 = 11a+c | 11a+c | 2=1 | 1 | 2 | x/y=2
-x=1/2 or y=3 | 3 | x=1/2 and y=3 | x=\sqrt2 or y=3 | x=0 or y=0 | x=0 and y=0
-x_1=1, x_2=3 | x_1=3, x_2=1 | v_1=1, v_2=3 | 1, 3
-AB=AC | BC=AC | AB=2BC=10 | AB=BC=10 | MR=SRMC | P=SRMC
-f(x+1)=x^2 | f(x)=x^2 | f(xy)=f(x)f(y) | f(x+y)=f(x)f(y) | u(x,t)=u(x,0)+t | u(x,t)=u(0,x)+t
-y'=y | y''=y | y | \dot{x}=-kx | x=-kx | \frac{\Delta y}{\Delta x}
-\lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2} | [\frac{n}{2}] |
-\lfloor\frac{n}{3}\rfloor | \lfloor\frac{n}{2}\rfloor+1
-mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | mn-\lceil\frac{m}{2}\rceil
-\lfloor\sqrt{n-1}\rfloor | \lfloor\sqrt{n-2}\rfloor
-\lfloor x\rfloor | \lceil x\rceil | \lfloor x+1\rfloor | \lfloor 2x\rfloor | 2\lfloor x\rfloor
+x=1/2 or y=3 | 3 | x=1/2 and y=3 | x=0 or y=0 | x=0 and y=0
+x_1=1, x_2=3 | x_1=3, x_2=1 | 1, 3
+AB=AC | BC=AC | AB=2BC=10 | AB=BC=10 | P=SRMC
+f(x+1)=x^2 | f(x)=x^2 | f(xy)=f(x)f(y) | u(x,t)=u(x,0)+t | u(x,t)=u(0,x)+t
+y'=y | y''=y | y | \dot{x}=-kx | x=-kx
+\int y^{(3)}\,dx | \int y^{3}\,dx | \lim f^{(n)}(x) | \lim f^n(x) | \sum_k a_{(k)} | \sum_k a_k
+\lfloor\frac{n}{2}\rfloor | \lceil\frac{n}{2}\rceil | \frac{n}{2} | [\frac{n}{2}]
+mn-\lfloor\frac{m}{2}\rfloor | mn-\lfloor\frac{n}{2}\rfloor | \lfloor\frac{m}{2}\rfloor
 |xy| | xy | |x|y | x|y| | -xy | |z-i|=2
 \vec{a}\cdot\vec{b} | \vec{a}\times\vec{b} | (\vec a\cdot\vec b)\vec c | \vec a(\vec b\cdot\vec c)
-\mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b} | \boldsymbol{b}\times\boldsymbol{a}
 2\mathbf{A} | 2\mathbf{F} | 2 | (\bm{a}+\bm{c})\times\bm{b} | \bm{b}\times(\bm{a}+\bm{c})
 5 | 5\u7684\u500d\u6570 | 5\u7684\u56e0\u6570 | \u7532\u4e59 | \u4e59\u7532 | 5\u4ee5\u4e0a
 5\text{ cents} | 5\text{ cents off} | 7!5 | 75 | x^{10}C_3 | \text{twenty-one}
-0.333\ldots | 0.334\ldots | 0.3 | 0.33 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
+0.333\ldots | 0.334\ldots | 0.3 | 0.75\text{ or }\frac12 | x=0.3\text{ or }y=0.3
 (-\infty,1),(3,\infty) | x<1\text{ and }x>3 | (-\infty,1)\text{ or }(3,\infty)
-x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7 | 3\equiv x\pmod7
-p\land q | p\lor q | x\equiv1\pmod4 | x\equiv-1\pmod4 | p\implies q | q\implies p
+x\equiv3\pmod7 | x\equiv10\pmod7 | 3\pmod7
+p\land q | p\lor q | p\implies q | q\implies p
 5 | 5\text{ or about }9 | 5\text{ or about }6 | 2 is about 15 | 2 is about 30
-2\text{ hours }15\text{ minutes} | 3\text{ hours }10\text{ minutes} | 15\text{ hours }2\text{ minutes} | 30
+2\text{ hours }15\text{ minutes} | 15\text{ hours }2\text{ minutes} | 30
 5\text{ boys and }3\text{ girls} | 3\text{ boys and }5\text{ girls} | 8
 (5\text{ boys}, 3\text{ girls}) | (5\text{ girls}, 3\text{ boys})
-5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys} | \$5:3\text{ boys} | \$3:5\text{ boys}
-20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} | \$20\text{ and }30\text{ kg} |
-\$30\text{ and }20\text{ kg}
-30^\circ, 5\text{ cm} | 5^\circ, 30\text{ cm}
+5\text{ boys}:3\text{ girls} | 5\text{ girls}:3\text{ boys}
+20\%\text{ and }30\text{ kg} | 30\%\text{ and }20\text{ kg} | \$20\text{ and }30\text{ kg}
 \text{Alice is }5, \text{Bob is }7 | \text{Carl is }5, \text{Bob is }7
-\u2460\u2462 | 13 | 31 | \u2462\u2460
-ABC | CAB | \text{BAC} | \mathrm{ACB}
-\begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix} |
-\begin{Vmatrix}1&2\\3&4\end{Vmatrix}
+\u2460\u2462 | 13 | \u2462\u2460
+ABC | CAB | \text{BAC} | y=2x+3 | y=3x+2
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix}
 \ln(2)^2 | \ln 4 | \sin(x)^2 | \sin(x^2) | \sin^{-1}x | \frac{1}{\sin x}
 g(x+1)-g(x+2) | g(x+3)-g(x+4) | g(f(x)) | f(g(x))
 x+y=5 | x+2y=5 | 5 | 2a+3b=5 | 3a+2b=5
-\text{Profit: }12 | \text{Loss: }12 | 12 | \text{Profit is }12 | \text{The area is }12 |
-\text{Area of } ABC = 12
-\cos A=\frac13 | \sin A=\frac13 | \frac13 | \sum_k a_k=\frac13 | \prod_k a_k=\frac13 | \ln A=\frac13
+\text{Profit: }12 | \text{Loss: }12 | 12 | \text{Profit is }12
+\cos A=\frac13 | \sin A=\frac13 | \frac13 | \sum_k a_k=\frac13 | \ln A=\frac13
 \lim_{x\to0}f=2 | \lim_{x\to1}f=2 | 2 | \det A=2 | |x|=2
 a=c | b=c | c | x\in A | y\in A | A
 \sqrt{2h/g} | \sqrt{2g/h} | \sqrt{2s/g} | \sqrt2 | \sqrt{2eV/m} | \sqrt{2m/eV}
-\frac13mL^2 | \frac13mL | \frac13 | \frac13m^2L | \frac12MR^2 | \frac12M^2R^2
+\frac13mL^2 | \frac13mL | \frac13 | \frac12MR^2 | \frac12M^2R^2 | RI^2 | R^2I^2
+2st+1 | 3 | 3st | 5x+3st | 5x+3
+mgh | Mgh | mgl | Mgl
+1,234 | 1, 234 | 2.5(4) | 2.5\overline4 | 0.5(12) | 0.5\overline{12}
 2e-1 | 0.2 | 3e+1 | 30 | e^2+2e-1 | e^2+0.2
-10-20 | 30-40 | -10 | 5\u201310 | -5 | 5\sim10
+10-20 | 30-40 | -10 | 5\u201310 | -5 | 5\sim10 | 510 | 100~200 | 100200 | 1/2/2020 | 2/4/2020
 (iv) | (vi) | ix | xi | (ii) | -1
-\{2x\mid x>1\} | \{x\mid x>1\} | \{x^2\mid x>1\} | \{2k\mid k\in[0,2]\} | [0,2] | \{(x,x^2)\mid x>0\}
-X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT}
-10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow} |
-5 dollars in debt
-\lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \lg 2 | \log_2 10
+\{2x\mid x>1\} | \{x\mid x>1\} | \{2k\mid k\in[0,2]\} | [0,2] | \{(x,x^2)\mid x>0\} | x>0
+X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
+10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow}
+\lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
-(1,200), (3,400) | 1200, 3400 | 1,200, 300 | 1200, 300
-\checkmark | \square | \text{for any real }c | \text{for any real }d
+(1,200), (3,400) | 1200, 3400 | 1,200, 300
+\text{for any real }c | \text{for any real }d
 """)
 
 
@@ -304,17 +263,15 @@ def test_classes_are_numbered_by_first_appearance_and_none_is_none():
 
 
 @pytest.mark.parametrize("value, expected", [
-    (142, ["142"]),
     (None, []),
     ("$1003$", ["$1003$"]),
     (["2", "3"], ["2", "3"]),  # either is right
     (["$69$,$84$"], ["$69$,$84$"]),
-    (["4.4e7\n", "4.4e7"], ["4.4e7"]),
     ([], []),
     (True, ["True"]),
-    ("['70']", ["70"]), ('["70"]', ["70"]), ("('70',)", ["70"]), ("['70', '71']", ["70", "71"]),
+    ("['70']", ["70"]), ("['70', '71']", ["70", "71"]),
     (r"\fbox{5}", ["5"]), (r"so \boxed{5}", ["5"]), ("work #### 5", ["5"]),
-    ("N/A", []), ("nan", []), (float("inf"), []), (float("nan"), []), ("", []),
+    ("N/A", []), (float("nan"), []), ("", []),
     (dict(ground_truth="4"), ["4"]),
 ])
 def test_a_gold_answer_is_read(value, expected):
@@ -456,97 +413,20 @@ def test_different_gold_answers_differ(name):
     assert [pair for pair in pairs if len(pair) > 1] == []
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_gold_answer_with_another_digit_differs(name):
-    """Also in formulas, intervals, matrices and units' numbers."""
-    golds = [gold for raw in golds_of(name) for gold in gold_answers(raw) if re.search(r"\d", gold)]
-    changed = [re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), gold, count=1) for gold in golds]
-    assert [gold for gold, other in zip(golds, changed) if equal(gold, other)] == []
-
-
-# ------------------------------------------------------ a grammar of answers --------------------------------
-# An answer is made together with its value and spelled in several ways; other numbers make another value.
-UNITS = [["hours", "hr"], ["minutes", "min"], ["feet", "ft"], ["kg", "kilograms"], ["boys"], ["apples"]]
-WORDS = dict(
-    between="in;out of;by;per;R;minus;plus;dozen;over;to the;percent of;divided by;is;of;half".split(";"),
-    before="at least;less than;negative;Day;around the;up to;the cube of;No.;not;Team;twice".split(";"),
-    behind="dozen;gross;squared;degrees warmer;more than x;R;and up;to go;AM;in base;left".split(";"))
-NAMES = "Alice;Bob;Tuesday;even;odd numbers;no solution;ABC;DNE;a circle".split(";")
-OTHERS = dict(  # what has no words: spellings of two numbers
-    number=["{0}", "x={0}", "${0}$", "{0}\\text{{ cm}}", "\\text{{about }}{0}", "\\textbf{{(C)}}\\ {0}"],
-    list=["{0}, {1}", "{1}\\text{{ and }}{0}", "{0} or {1}", "\\{{{1}; {0}\\}}"],
-    point=["({0}, {1})", "\\left({0},{1}\\right)", "(x,y)=({0} , {1})"],
-    pm=["\\frac{{{0}\\pm\\sqrt{{{1}}}}}{{7}}", "({0}\\pm\\sqrt{{{1}}})/7",
-        "x=\\frac{{{0}-\\sqrt{{{1}}}}}{{7}}, x=\\frac{{{0}+\\sqrt{{{1}}}}}{{7}}"],
-    line=["y={0}x+{1}", "{0}x-y+{1}=0", "y-{1}={0}x"])
-
-
-def written(draw, n):
-    """A spelling of a whole number."""
-    forms = [f"{n}", f"{n}.0", f"{{{n}}}", f"\\frac{{{2 * n}}}{{2}}", f"\\left({n}\\right)"]
-    return draw(st.sampled_from(forms + [f"{n:,}".replace(",", "{,}"), f"{n:,}".replace(",", "\\,")]))
-
-
-def phrase(draw, words):
-    """A spelling of numbers and words, in their order. Short words need \\text{}: "by" may be a product."""
-    long = all(len(word) > 3 for word in " ".join(words).split() if word[0].isalpha())
-    style = draw(st.sampled_from(["\\text{{ {} }}", "\\textbf{{ {}}}\\ ", "all"] + [" {} "] * long))
-    if style == "all":
-        return f"\\text{{{' '.join(words)}}}"
-    return "".join(word if word[0].isdigit() else style.format(word) for word in words).strip()
-
-
-@st.composite
-def answers_of_one_value(draw):
-    """Two spellings of an answer, and one with other numbers or in another order; two in plain words."""
-    kind = draw(st.sampled_from([*OTHERS, *WORDS, "quantities", "names"]))
-    a, b = draw(st.lists(st.integers(2, 30) | st.integers(1000, 99_999), min_size=2, max_size=2, unique=True))
-    word = draw(st.sampled_from(WORDS.get(kind, [""])))
-    units = draw(st.lists(st.sampled_from(UNITS), min_size=2, max_size=2, unique_by=str))
-
-    def spelled(a, b):
-        if kind in OTHERS:
-            return draw(st.sampled_from(OTHERS[kind])).format(*(written(draw, n) for n in (a, b)))
-        if kind == "names":
-            return phrase(draw, [NAMES[a % len(NAMES)]])
-        if kind in WORDS:
-            return phrase(draw, dict(between=[str(a), word, str(b)], before=[word, str(a)]).get(
-                kind, [str(a), word]))
-        parts = [f"{n} {draw(st.sampled_from(unit))}" for n, unit in zip((a, b), units)]
-        text = draw(st.sampled_from([" ", " and ", ", "])).join(parts)
-        return draw(st.sampled_from([text, f"\\text{{{text}}}", re.sub("[a-z, ]+", r"\\text{\g<0>}", text)]))
-
-    others = [(a + 1, b)] if kind in ("number", "names", "before", "behind") else [(a, b + 1), (a + 1, b + 1)]
-    others += [(b, a)] if kind in ("point", "pm", "line", "between", "quantities") else []
-    others += [(a // 2, 2 * b)] if kind == "between" and a % 2 == 0 else []  # of the same product
-    changed = draw(st.sampled_from([pair for pair in others if kind != "list" or {*pair} != {a, b}]))
-    plain = dict(between=f"{{0}} {word} {{1}}", before=f"{word} {{0}}", behind=f"{{0}} {word}")
-    plain = plain.get(kind, "({0}, {1})")
-    return [spelled(a, b), spelled(a, b), spelled(*changed)], [plain.format(a, b), plain.format(*changed)]
-
-
-@settings(deadline=None, max_examples=600, derandomize=True)
-@given(answers_of_one_value())
-def test_what_is_spelled_otherwise_is_equal_and_what_is_changed_is_not(answers):
-    spelled, plain = answers
-    assert classes(spelled) == [0, 0, 1]
-    assert classes(plain) == [0, 1]
-
-
 # ------------------------------------------------------ hostile ---------------------------------------------
 SENTINEL = Path(tempfile.gettempdir()) / "answers_test_sentinel"
 HOSTILE = [
     # what is large to compute
-    "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "9^{-999999999}", "x^{x^{x^{x}}}", r"(-1)^{\sqrt{2}}",
+    "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "x^{x^{x^{x}}}", r"(-1)^{\sqrt{2}}",
     "(x+1)^{999}(x-1)^{999}", "(x+y+z+a+b+c+d)^{99}", "100000000!", "9!!!", r"\binom{100000000}{50000000}",
     r"\sum_{k=1}^{10^9} \frac{1}{k}", r"\int_0^1 x^{x^{x}} dx", r"\zeta(10^9)",
-    r"\sin(9^{9^9})", r"\ln(100000!)", r"\lfloor 9^{9^9}\cdot\pi \rfloor", r"\sqrt[9^{9^9}]{2}",
+    r"\sin(9^{9^9})", r"\lfloor 9^{9^9}\cdot\pi \rfloor", r"\sqrt[9^{9^9}]{2}",
     # long and deep
     "9" * 5000 + "/" + "7" * 5000, "(" * 3000 + "1" + ")" * 3000, r"\frac{1}{" * 60 + "1" + "}" * 60,
     "1+" * 150 + "1", "x^" * 60 + "x", "-" * 390, "," * 390, "\\" * 399, "{" * 399, r"\text{" * 80,
     # code
-    f"__import__('os').system('touch {SENTINEL}')", f"\\text{{}}__import__('os').system('touch {SENTINEL}')",
-    f"open('{SENTINEL}','w')", f"$(touch {SENTINEL})", f"\\write18{{touch {SENTINEL}}}",
+    f"__import__('os').system('touch {SENTINEL}')",
+    f"open('{SENTINEL}','w')", f"$(touch {SENTINEL})",
     "().__class__.__bases__[0].__subclasses__()", "1\n2\n3", "[null, true]",
     # numbers that are none, too large or too strange
     "nan", "inf", "1e999999999", "0^{-1}", "\\frac{0}{0}", "\\log 0", "\u0661\u0662\u0663", "\ud800",

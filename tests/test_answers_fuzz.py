@@ -70,7 +70,11 @@ P(<x>|<x>)
 \neg <x>\land p
 \vec{<x>}\times\vec{F}
 \text{<x>}_<n>\text{O}
-<n>\text{ R }<n>""")
+<n>\text{ R }<n>
+<n>\text{ out of }<n>
+<n>\text{ dozen}
+\text{at least }<n>
+\frac{<n>\pm\sqrt{<n>}}{7}""")
 SPOT = re.compile(r"\d|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])|[-+()<>\[\]]"
                   r"|(?<=[{ ])(?!p?matrix)[a-zA-Z]{3,}(?=[ }]|$)")
 OTHER = {"+": "-", "-": "+", "(": "[", "[": "(", ")": "]", "]": ")", "<": r"\le ", ">": r"\ge ", "c": "j"}

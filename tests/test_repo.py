@@ -123,46 +123,29 @@ def test_a_shared_function_is_the_same_in_all_scripts(function):
 
 
 # ------------------------------------------- bad input is one sentence -----------------------------------
-RANGE = "but must be "
 BAD = [  # (script, flags and environment variables, the sentence or its beginning)
     # options: values out of range
-    ("ttrl", dict(votes=0), f"--votes is 0, {RANGE}greater than or equal to 1."),
-    ("ttrl", dict(temperature=0), f"--temperature is 0.0, {RANGE}greater than 0."),
-    ("ttrl", dict(lr="nan"), f"--lr is nan, {RANGE}"),
-    ("scrl", dict(tau_pos=2), f"--tau_pos is 2.0, {RANGE}less than or equal to 1."),
-    ("evaluate", dict(samples=0), f"--samples is 0, {RANGE}greater than or equal to 1."),
+    ("ttrl", dict(lr="nan"), "--lr is nan, but must be "),
+    ("scrl", dict(tau_pos=2), "--tau_pos is 2.0, but must be less than or equal to 1."),
     # options that do not go together
     ("ettrl", dict(train_samples=99), "--train_samples is 99, but must be at least 2 and at most 15, the "),
-    ("ttrl", dict(train_samples=1), "--train_samples is 1, but must be at least 2 and at most 16, the "),
-    ("ttrl", dict(votes=1, train_samples=1), "the responses per prompt are 1, but must be at least 2: an "),
     ("ettrl", dict(trunks=1, forks=0), "the responses per prompt are 1, but must be at least 2: an adv"),
     ("dynamic_rl", dict(lambda_q=0, lambda_dq=0, lambda_da=0, lambda_s=0), "--lambda_q, --lambda_dq, --"),
-    ("ttrl", dict(num_minibatches=300), "--num_minibatches is 300, but must be at most 128, the trained "),
-    ("ttrl", dict(prompts_per_batch=300), "--prompts_per_batch is 300, but must be at most 256, the "),
     ("ttrl", dict(dataset="", eval="toy"), "there is nothing to train on: --dataset is empty, or -"),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold', but --dataset is empty or has problems without"),
     ("restrain", dict(kappa=100, votes=16), "--kappa is 100, but must be at most 16, the responses per"),
     ("ttrl", dict(offload="optimizer"), "--offload is 'optimizer', but there is no GPU here to take "),
     # the environment's variables of ranks
     ("ttrl", dict(WORLD_SIZE="8", sampler="vllm", tensor_parallel=3), "--tensor_parallel is 3, but must div"),
-    ("ttrl", dict(WORLD_SIZE="2", sampler="hf", tensor_parallel=2), "--tensor_parallel is 2, but only vLLM"),
-    ("ttrl", dict(WORLD_SIZE="2", sampler="vllm", tensor_parallel=2),
-     "--tensor_parallel is 2, but must divide the attention heads"),
     # data
     ("ttrl", dict(dataset="nothing"), "--dataset: unknown data set 'nothing': known are math500, aime24"),
-    ("ttrl", dict(question_field="x"), "--dataset: {root}/toy/train.jsonl has no column 'x' that"),
-    ("ttrl", dict(eval="math5"), "--eval: unknown data set 'math5'"),
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 256 problems of toy have more than --max_prompt"),
     ("evaluate", dict(preset="greedy", samples=8), "--samples is 8, but at temperature 0 (--preset"),
-    ("evaluate", dict(benchmarks=""), "--benchmarks is empty; name at least one benchmark."),
-    ("ttrl", dict(prompt="sytem"), "--prompt is 'sytem', but must be system, suffix, plain or a template "),
     # models, folders
     ("ttrl", dict(model="./nowhere"), "--model is './nowhere', but there is no such folder."),
-    ("ttrl", dict(model="nowhere"), "--model is 'nowhere', but no model can be read from a folder or the "),
     ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens 128 + --max_new_tokens 9000 must fit "),
     ("evol_rl", dict(embedder="nowhere"), "--embedder is 'nowhere', but must be words, or a Hub id, "),
     ("ttrl", dict(out="/proc/run"), "--out is '/proc/run', "),
-    ("ttrl", dict(resume=True), "--resume needs --out, the folder of the run to continue."),
     ("ttrl", dict(resume=True, out="nowhere"), "--resume: nowhere/run.json cannot be read, it does not ")]
 
 
@@ -173,6 +156,6 @@ def test_bad_input_ends_with_one_sentence_and_code_2(script, flags, words, launc
     for name in filter(str.isupper, flags):
         monkeypatch.setenv(name, flags[name])
     code, _, error = launch(script, **{name: value for name, value in flags.items() if name.islower()})
-    assert code == 2 and error.startswith("Error: " + words.replace("{root}", str(ROOT))), error
+    assert code == 2 and error.startswith(f"Error: {words}"), error
     assert error.endswith(".\n") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # nothing is left behind

@@ -1,7 +1,6 @@
 """Loading problems from every kind of file and from a stand-in for the Hub, and their prompts."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import datasets
@@ -65,19 +64,12 @@ def test_bad_files_are_one_sentence(tmp_path, name):
     assert file in loaded(file) and words in loaded(file)
 
 
-@pytest.mark.parametrize("name", "no.csv d/no.jsonl.gz ./no ~nobody/no nothing a:b @v1".split())
-def test_what_is_no_hub_id_is_not_looked_for_on_the_hub(name, hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert loaded(name).startswith(f"unknown data set '{name}': known are math500") and not hub.calls
-
-
 LINE = '"p, ""q""\nr\u2028s", "007"\nNA,N/A\n'
 FIELDS = [('p, "q"\nr\u2028s', "007"), ("NA", None)]
 
 
 @pytest.mark.parametrize("name, text, expected", [
-    ("a.csv", f"problem, answer\n{LINE}", FIELDS),  # a blank behind a comma belongs to nothing
-    ("a.csv", "\ufeffproblem,answer\r\n" + LINE.replace("\n", "\r\n"), FIELDS),
+    ("a.csv", "\ufeffproblem, answer\r\n" + LINE.replace("\n", "\r\n"), FIELDS),  # a blank is no name's
     ("a.jsonl", '{"problem": "p\u2028q\x85r", "answer": 12345678901234567890}\n',
      [("p\u2028q\x85r", "12345678901234567890")]),
     ("a.jsonl", '\ufeff{"problem": "2020-01-01", "answer": "007"}', [("2020-01-01", "007")])])
@@ -94,13 +86,6 @@ def test_a_float_of_32_bits_has_the_digits_that_were_written(tmp_path):
     assert loaded(tmp_path / "a.parquet") == [("p", "0.1"), ("q", "3")]
 
 
-def test_parquet_alone_needs_datasets(tmp_path, monkeypatch):
-    files = write(tmp_path / "a.parquet", ROWS), write(tmp_path / "a.jsonl", ROWS)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refusal, read = map(loaded, files)
-    assert "is read by a library: pip install datasets" in refusal and len(read) == 4
-
-
 def test_a_saved_data_set_is_read(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path)
     assert loaded(tmp_path) == loaded(tmp_path / "data-00000-of-00001.arrow") == [
@@ -115,14 +100,12 @@ VERL = dict(style="rule", ground_truth="40")
 
 @pytest.mark.parametrize("row, answer", [
     ({"Question": "q", "Answer": "7"}, "7"),
-    ({"question": "q", "final_answer": ["3"]}, "3"),
-    ({"problem": "q"}, None),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [USER], "reward_model": VERL}, "40"),
     ({"problem": None, "question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
     ({"question": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
-    *[({"question": "q", "answer": cell}, cell) for cell in ("[1, 2]", "{(1,2)}", "[0, \\infty)")]])
+    ({"question": "q", "answer": "{(1,2)}"}, "{(1,2)}"), ({"question": "q", "answer": "[1, 2]"}, "[1, 2]")])
 def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
     assert loaded(write(tmp_path / "a.jsonl", [row])) == [("q", answer)]
     assert "Warning" not in capsys.readouterr().out
@@ -136,15 +119,15 @@ LIST = "column 'choices' must hold a list of at most 10 texts"
 TEXT = "must hold a text (no JSON in it)"
 ODD = [  # a row that is refused, with words of the sentence, which names its row and column
     *[(odd(choices=["4", "5"], answer=right), "column 'answer' must hold the index of the right one of the")
-      for right in (True, ["A", "C"], "5", 2)],
+      for right in (True, "5", 2)],
     *[(odd(choices=choices, answer=0), LIST)
-      for choices in (list("abcdefghijk"), dict(text=["a"], label=["A"]), "x, y", [dict(a="x")], [None])],
+      for choices in (list("abcdefghijk"), "x, y", [dict(a="x")], [None])],
     *[(odd(**{column: "x"}), f"column '{column}' may be part of the question; put all")
-      for column in ("context", "input", "options", "system", "Body", "image_1", "tools", "A", "option_b")],
+      for column in ("context", "options", "system", "image_1", "tools", "A")],
     *[(odd(answer=gold), f"column 'answer' {TEXT}")
-      for gold in (True, 1e20, dict(a=1), [[1]], '{"answer": "40"}', "{'a': 1}", '["40"]', "<answer>40")],
+      for gold in (True, 1e20, [[1]], '{"answer": "40"}', "{'a': 1}", "<answer>40")],
     *[(odd(question=question, x="y"), f"column 'question' {TEXT}")
-      for question in (5, [USER, EARLIER[1]], '[{"role": "user", "content": "q"}]', [dict(role="user")],
+      for question in (5, [USER, EARLIER[1]], '[{"role": "user", "content": "q"}]',
                        [dict(USER, tool_calls=[dict(name="f")])], [dict(USER, content=[dict(text="q")])])]]
 
 
@@ -163,7 +146,6 @@ def test_a_flag_takes_one_column_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("rows, words", [
-    ([dict(question="q", answers=["a", "b"], label=0)], "columns not used: answers, label\n"),
     ([odd(answer=1), dict(question="r"), dict(question="s", answer=None)],
      "Warning: {}: 2 of 3 rows have no gold answer, as row 2.\n"),
     ([odd(solution="It is clear. " * 40), dict(question="r", solution="\\boxed{3}")],
@@ -206,11 +188,10 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
 @pytest.mark.parametrize("row, question, golds", [  # of MMLU
     (dict(choices=list("wxyz"), answer=0), "q\n\nA. y\nB. z\nC. w\nD. x", ["C"]),
     (dict(choices=[None, "a", "", "b"], answer=3), "q\n\nA. b\nB. a", ["A"]),
-    (dict(choices=["a", "b"]), "q\n\nA. b\nB. a", [None]),
     (dict(choices=[], answer=3), "q", ["3"]),
     (dict(choices=["a", "b", "a "], answer=2), "q\n\nA. b\nB. a\nC. a", ["B", "C"]),
     *[(dict(choices=["a", "b", text], answer=1), f"q\n\nA. a\nB. b\nC. {text}", ["B"])
-      for text in ("Both A and B", "None of the above", "A, or B")]])
+      for text in ("Both A and B", "None of the above")]])
 def test_options_are_lettered_in_a_seeded_order_unless_one_names_others(tmp_path, row, question, golds):
     problem, = load_problems(write(tmp_path / "a.jsonl", [odd(**row)]))
     assert (problem.question, [problem.answer, *problem.also_right]) == (question, golds)
@@ -243,8 +224,7 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
 
 @pytest.mark.parametrize("name, train, call", [
     ("owner/name", True, ("owner/name", None, "train")), ("owner/name", False, ("owner/name", None, "test")),
-    ("o/name:main:train[:9]", True, ("o/name", "main", "train[:9]")),
-    ("o/name::dev", True, ("o/name", None, "dev")), ("o/n@v1.0", True, ("o/n", None, "train", "v1.0")),
+    ("o/name::train[:9]", False, ("o/name", None, "train[:9]")),
     ("owner/name:a:b@c/d", True, ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, train, call, hub):
     assert len(load_problems(name, train=train)) == 4 and hub.calls == [call]
@@ -277,7 +257,7 @@ def test_the_prompt_is_the_chat_templates(tokenizer):
         turns = [{"role": role, "content": content} for role, content in turns]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
-    for question in ["1+1?", "", "\n\nx", "a < b > c", "<|im|>", "\u00e9"]:
+    for question in ["1+1?", "", "\n\nx", "a < b > c", "\u00e9"]:
         plain = tokenizer.encode(f"Question: {question}\n{SYSTEM}\nAnswer:")
         assert encode_prompt(tokenizer, question) == own(("system", SYSTEM), ("user", question))
         assert encode_prompt(tokenizer, question, "suffix") == own(("user", question + SUFFIX))
@@ -299,7 +279,6 @@ def test_turns_and_text_of_a_template_file_are_kept(tokenizer, tmp_path):
                    "<|im_start|>user\nNow: 2+2?<|im_end|>\n<|im_start|>assistant\n",
             "[user]\n{question}\n[assistant]\nStep 1:\n":
                 "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nStep 1:",
-            "\ufeff[user] \n{question}\n": "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
             "Q: 1+1? A: \\boxed{2}\nQ: {question} A:\n": "Q: 1+1? A: \\boxed{2}\nQ: 2+2? A:"}.items():
         data.read_template.cache_clear()
         file.write_text(text)
@@ -312,8 +291,7 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
 @pytest.mark.parametrize("template, text, words", [
     *[(CHATML, text, FILE) for text in (
         "Hi", "[user]\nHi\n[assistant]\n{question}", "Hi\n[user]\n{question}", "[User]\n{question}",
-        "[user]:\n{question}", "[user] {question}", "[user]\n{question}\n[model]",
-        "[user]\nHi\n[system]\nBox.\n[user]\n{question}", "[user]\nHi\n[user]\n{question}")],
+        "[user] {question}", "[user]\nHi\n[system]\nBox.\n[user]\n{question}")],
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
 def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, text, words, tmp_path):

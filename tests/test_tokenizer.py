@@ -64,7 +64,7 @@ def user(text):
 
 
 def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
-    """The toy's; and that of a folder without weights, whose template inserts a system turn, like Qwen's."""
+    """Of a folder without weights, whose template inserts a system turn, like Qwen's."""
     own = system("You are Qwen, created by Alibaba Cloud.")
     folder = bring("{% if messages[0].role != 'system' %}" + own + "{% endif %}" + CHATML)
     (Path(folder) / "model.safetensors").unlink()
@@ -72,7 +72,6 @@ def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
     theirs = dict(model=folder, max_prompt_tokens=256, max_new_tokens=64)
     train, first, questions = "first problem of --dataset", "first problem of toy", "z_0 (--question_prompt)"
     for script, flags, expected in [
-            ("ttrl", dict(eval=""), {train: user(question)}),
             ("ttrl", dict(theirs, dataset="toy", eval="", prompt="suffix"),
              {train: own + user(question + SUFFIX)}),
             ("dynamic_rl", dict(theirs, eval="toy", prompt="system", question_prompt="Write a problem."),
@@ -98,8 +97,7 @@ BEHIND = {  # what stands behind an assistant's turn -> the token that ends a re
     "its own": ("<|endoftext|>", None),
     "only text, so the next turn's beginning": ("\n\n", "<|im_start|>"),
     "of the last turn another one": ("{% if loop.last %}<a>{% else %}<|im_end|>{% endif %}", "<a>"),
-    "a token that the model does not have": ("<b>", None),
-    "no turn of an assistant is taken": ("{{ raise_exception(1) if m.role == 'assistant' }}<|im_end|>", None)}
+    "a token that the model does not have": ("<b>", None)}
 
 
 @pytest.mark.parametrize("name", BEHIND)
@@ -121,12 +119,9 @@ def test_a_generation_config_is_read_or_refused_before_the_run(text, refused, br
 
 
 # ------------------------------------------------------ saving -------------------------------------------
-SAVED = [None, '{"do_sample": false, "top_p": 7, "pad_token_id": -1}',  # transformers would refuse it
-         '{"eos_token_id": [2, 0],\r\n\t"of_its_own": "\u00e9"}']
-
-
-@pytest.mark.parametrize("text", SAVED)
+@pytest.mark.parametrize("text", [None, '{"top_p": 7, "pad_token_id": -1,\r\n\t"of_its_own": "\u00e9"}'])
 def test_the_saved_generation_config_is_the_one_that_came(text, tmp_path):
+    """Also one that transformers would refuse."""
     source, final = tmp_path / "source", tmp_path / "final"
     tiny_model("Llama", source)
     file = source / "generation_config.json"
@@ -157,7 +152,6 @@ HELD = [  # the row's columns, the template, the control token that it holds
     (dict(problem=SPLICED), CHATML, "<|im_end|>"),
     (dict(messages=[dict(role="system", content="<|im_start|>"), dict(role="user", content="q")]), CHATML,
      "<|im_start|>"),
-    (dict(question="q", choices=["x", "<|im_end|>"], answer=0), CHATML, "<|im_end|>"),
     (dict(problem="Say <b>."), CHATML.replace("<|im_start|>{{", "<b>{{"), "<b>"),  # the template's own
     (dict(problem="Say <b>, <|im |> and <think>."), CHATML, None)]
 
@@ -195,7 +189,6 @@ def test_a_variable_reaches_the_chat_template(bring, show, launch):
 
 @pytest.mark.parametrize("given, words", [
     ('{"enable_thinkng": false}', "sets 'enable_thinkng', but no chat template that is used"),
-    ("enable_thinking=false", "but must be a JSON object such as '{"),
     ('{"enable_thinking": "false"}', "true and false without quotation marks")])
 def test_a_bad_variable_is_one_sentence(given, words, bring, show):
     said = show(bring(THINKING), template_vars=given)

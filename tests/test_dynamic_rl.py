@@ -78,8 +78,7 @@ def test_reward_questions_by_hand():
 @pytest.mark.parametrize("answers, kept, p, answer, rewards", [
     (["4", "5", "4", None], True, 0.5, "4", [1, 0, 1, 0]),
     (["4", "5", "4", None], False, 0.5, "4", [0, 0, 0, 0]),        # filtered: p and l(q) all the same
-    (["5", "4", "4", "5"], True, 0.5, "5", [1, 0, 0, 1]),          # a tie: the answer seen first
-    ([None, None], True, 0.0, None, [0, 0])])
+    (["5", "4", "4", "5"], True, 0.5, "5", [1, 0, 0, 1])])         # a tie: the answer seen first
 def test_judge_question_eq_4_to_7(answers, kept, p, answer, rewards):
     question = written(0.9, "old", [1], kept)
     responses = [SimpleNamespace(answer=a) for a in answers]

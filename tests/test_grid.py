@@ -35,9 +35,9 @@ def test_a_vote_in_short_is_that_of_its_answers():
     assert found["counts"] == [["8.0", 3], ["7", 1], ["7" * 40, 1]] and found["share"] == 0.5
     assert (found["right"], found["gold"], found["label"]) == (False, 1, "wrong")
     assert record(label={0: 0.6, 1: 0.4})["label"] == "right" and record(label={})["label"] == "none"
-    for gold, expected in (("1", (True, 0, "right")), (None, (None, None, "given"))):
-        other = record(gold, also=["8"] if gold else ())
-        assert (other["right"], other["gold"], other["label"]) == expected
+    other = record("1", also=["8"])
+    assert (other["right"], other["gold"], other["label"]) == (True, 0, "right")
+    assert record(None)["label"] == "given"
 
 
 # The majorities of four problems in four steps: one is corrupted, one learned, one kept, one never right.
@@ -60,10 +60,10 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
     lines = run_toy(ttrl, tmp_path / "run", steps=4, dataset=str(data), max_new_tokens=4)
     # step 2: none; step 3: a, b and c of four; step 4: b and c
     assert [line.get("flip_rate") for line in lines] == [None, 0, 0.75, 0.5]
-    votes, flips = read_lines(tmp_path / "run/votes.jsonl"), dict(flip_rate=5 / 12)
-    assert report.fates(votes) == dict(learned=.25, kept=.25, corrupted=.25, never=.25) | flips
-    without_gold = [vote | dict(right=None) for vote in votes]
-    assert report.fates(without_gold) == flips and report.fates(votes[:4]) == {}
+    votes = read_lines(tmp_path / "run/votes.jsonl")
+    assert report.fates(votes) == dict(
+        learned=.25, kept=.25, corrupted=.25, never=.25, flip_rate=5 / 12)
+    assert report.fates(votes[:4]) == {}
 
 
 # -------------------------------------------------- the page -----------------------------------------------
@@ -76,11 +76,6 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
     assert said.startswith("On test, which it was not trained on, it is right greedily on 6% before and 70% "
                            "after, sampled on 30% before and 60% after. Without training the base model's "
                            "vote of 32 (maj@32) is right on 68%; another prompt was not tried. Majorities in")
-    assert report.told(lines[2:], {}, options) == (
-        "On test, which it was not trained on, it is right greedily on 70%, sampled on 60%.")
-    lines = [{"step": 9, "eval/toy_test/pass@1": .6}]
-    assert "vote of 16 is right on 77% of them, its best prompt on 81%." in report.told(
-        lines, {}, dict(dataset="toy", model=""))
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import common
 import evaluate
 import ttrl
 from common import Problem
-from engine.log import Log
 from engine.options import parse
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
@@ -50,10 +49,8 @@ def test_masked_tokens_are_in_no_loss_and_no_metric(flags, watch):
     assert seen.metrics[-1]["logp_diff_max"] < 1e-3  # else the sampler check had stopped the run
 
 
-def test_forks_statistics_leave_masked_tokens_out(watch):
-    """TIS: what a sampler says of them is not read. RENT: they are in no entropy that is rewarded."""
-    line = watch("tis", meddle=mask_some).metrics[-1]
-    assert line["grad_norm"] > 0 and line["tis"] == pytest.approx(1, abs=1e-3)
+def test_a_forks_statistics_leave_masked_tokens_out(watch):
+    """They are in no entropy that RENT rewards."""
     for group in watch("rent", meddle=mask_some).groups:
         expected = [-float(r.entropy[r.mask.bool()].mean()) for r in group.responses]
         assert group.rewards == pytest.approx(expected, abs=1e-6)
@@ -111,7 +108,7 @@ def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
 
 
 # ------------------------------------------- what a fork hands over ---------------------------------------
-start, sample, step, next_prompts = common.start, common.sample, Log.step, common.next_prompts
+start, sample = common.start, common.sample
 
 
 def number_in_state(args, **task):
@@ -121,8 +118,6 @@ def number_in_state(args, **task):
 
 
 WRONG = [  # what a fork replaces, by what, and the sentence
-    (ttrl, "majority_reward", lambda classes: torch.ones(len(classes) - 1),
-     r"rewards must be a tensor \[4\] of finite floats, but are"),
     (common, "majority", lambda classes: "42", "label and negatives be classes, .* '42'"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
@@ -130,8 +125,6 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      r"there must be 4 classes, .* are \['none'"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
-    (Log, "step", lambda log, number, train, **own: step(log, number, train, **own, mine=torch.ones(1)),
-     "Object of type Tensor is not JSON serializable"),
     (common, "start", number_in_state, r"must hold what JSON keeps as it is, but is \{1: 2\}")]
 
 

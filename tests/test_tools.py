@@ -24,9 +24,7 @@ def test_gpu_smoke_passes_without_a_gpu():
                           capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     verdicts = re.findall(r"^(PASS|SKIP|FAIL) (.{22}) ", done.stdout, re.MULTILINE)
-    assert {"sum over ranks", "--resume", "hf, two ranks"} <= {name.strip() for _, name in verdicts}
-    assert len(verdicts) == 15 and {verdict for verdict, _ in verdicts} <= {"PASS", "SKIP"}
-    assert re.search(r"^\d+ PASS, \d SKIP, 0 FAIL in ", done.stdout, re.MULTILINE)
+    assert len(verdicts) == 15 and {verdict for verdict, _ in verdicts} == {"PASS", "SKIP"}
 
 
 def test_explain_shows_what_the_scripts_functions_give():
@@ -43,9 +41,6 @@ def test_explain_shows_what_the_scripts_functions_give():
     assert (columns["RESTRAIN A+"], columns["RESTRAIN A-"]) == (plus.tolist(), minus.tolist())
     reshaped = ettrl.reshape_advantages(advantages, explain.torch.tensor(entropies))
     assert columns["ETTRL A"] == pytest.approx(reshaped.tolist(), rel=1e-6)
-    text = " ".join(explain.sentences(vote, columns))
-    assert "TTRL takes '91' as the label: 4 of 8 votes" in text
-    assert f"u = {restrain.prompt_weight(4, 8):.2f}" in text
 
 
 @pytest.mark.slow
@@ -62,7 +57,3 @@ def test_lesson_runs():
         right, wrong, gold = re.findall(r"^(\d+): (\d+) votes, then (\d+)$", text, re.MULTILINE)
         assert all(int(after) > int(before) for _, before, after in (right, wrong))  # both majorities grew
         assert wrong[0] != gold[0] and int(gold[2]) < int(gold[1])
-        before, after = re.search(r"careless: (\d+) of 32, then (\d+)", text).groups()
-        assert int(after) < int(before)
-        lengths = [float(number) for number in re.findall(r"mean length ([\d.]+)", text)]
-        assert lengths[11] < lengths[5]  # the brief ones became briefer

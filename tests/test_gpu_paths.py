@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import re
 import sys
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -91,16 +89,12 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 
 # ------------------------------------------------- the first hour ------------------------------------------
 @pytest.mark.parametrize("flags, hidden, refused", [
-    (dict(model="Qwen/Qwen3-4B"), None, True), (dict(model="Qwen/Qwen3-4B"), "0,1", True),
-    (dict(model="Qwen/Qwen3-4B"), "", False),
-    (dict(model="smollm2"), None, False), ({}, None, False)])
+    (dict(model="Qwen/Qwen3-4B"), "0,1", True), (dict(model="Qwen/Qwen3-4B"), "", False), ({}, "0,1", False)])
 def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, refused):
     """Else a driver that is too old means training on the CPU. CUDA_VISIBLE_DEVICES= asks for that."""
     monkeypatch.setattr("os.path.exists", lambda path: path == "/proc/driver/nvidia")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     errors = "".join(options.make_args(ttrl.Args, flags).errors())
     assert (f"this torch ({torch.__version__}) sees no GPU. It needs driver" in errors) == refused
     assert bool(errors) == refused
@@ -132,11 +126,7 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
 
 
 # -------------------------------------------- what fails, and what hangs -----------------------------------
-MACHINE = [torch.OutOfMemoryError("CUDA out of memory"), dist.DistBackendError("/dev/shm is full"),
-           RuntimeError("NCCL error: unhandled system error"), OSError("No space left on device")]
-
-
-@pytest.mark.parametrize("error", [*MACHINE, KeyError("x")], ids=repr)
+@pytest.mark.parametrize("error", [OSError("No space left"), RuntimeError("NCCL error"), KeyError("x")])
 @pytest.mark.parametrize("place", ["vllm.LLM", "engine.samplers.sample_probe"])
 def test_only_a_fault_of_the_model_is_called_one_and_shows_its_traceback(monkeypatch, caplog, place, error):
     """--sampler hf, which the refusal names, cures no broken machine and is eight times slower."""
@@ -172,35 +162,11 @@ def test_a_rank_waits_for_half_an_hour_in_nccl_and_as_long_as_asked_in_gloo(monk
     monkeypatch.setattr(process, "dist", groups)
     monkeypatch.setattr("torch.cuda.set_device", mock.Mock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for asked, seconds in (("", 6 * 3600), ("60", 60)):
-        with mock.patch.dict(os.environ, GLOO_TIMEOUT_SECONDS=asked):
-            process.start_processes(dict(seed=0, dtype="auto"))
-        assert groups.init_process_group.call_args.kwargs["timeout"].total_seconds() == seconds
+    monkeypatch.setenv("GLOO_TIMEOUT_SECONDS", "60")
+    process.start_processes(dict(seed=0, dtype="auto"))
+    assert groups.init_process_group.call_args.kwargs["timeout"].total_seconds() == 60
     nccl = groups.group.WORLD._get_backend.return_value._set_default_timeout
     assert nccl.call_args.args[0].total_seconds() == 1800
-
-
-def test_a_long_wait_names_the_phase_of_every_rank(monkeypatch, caplog):
-    store = dist.HashStore()
-    store.set("phase 1", "sample since 12:00:00")
-    monkeypatch.setattr(process, "_get_default_store", lambda: store)
-    monkeypatch.setattr(process, "rank_and_ranks", lambda: (0, 2))
-    monkeypatch.setattr("engine.base.on_enter", [partial(store.set, "phase 0")])
-    monkeypatch.setattr("time.sleep", mock.Mock(side_effect=[None, SystemExit]))
-    with timed("update"), pytest.raises(SystemExit):
-        process.watch()
-    assert re.fullmatch("No new phase for 600 s. Phases by rank: update since .{8}, sample since 12:00:00",
-                        caplog.messages[0])
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_exported_allocator_without_expandable_segments_is_told(monkeypatch, capsys, name):
-    told = []
-    for value in ("max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"):
-        monkeypatch.setenv(name, value)
-        process.start_processes(dict(seed=0, dtype="float32"))
-        told.append(f"{name} is exported without" in capsys.readouterr().out)
-    assert told == [True, False]
 
 
 def test_nccl_registers_no_buffers_of_graphs_and_flashinfer_tunes_nothing():

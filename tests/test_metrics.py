@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import run_toy
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import common
@@ -177,26 +176,17 @@ def test_lengths_are_means_over_responses():
 
 
 # ------------------------------------------ what a run leaves behind --------------------------------------
-def test_a_sample_record_by_hand():
-    made = group({0: 0.75, 1: 0.25}, trained=[1, 2], advantages=[9, 0.5, -0.5] + [9] * 5)
-    made["responses"][2].text = made["responses"][1].text = "x" * 4000 + "y" * 50
-    record = sample_record(4, made)
-    assert record["label"] == {"0": 0.75, "1": 0.25}
-    rows = [(row["answer"], row["answer_class"], row["advantage"]) for row in record["responses"]]
-    advantages = [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
-    assert rows == list(zip(ANSWERS, CLASSES, advantages))
-    # the ends of the texts: long ones of the first two, else short ones
-    assert [len(row["text"]) for row in record["responses"][1:3]] == [2000, 200]
+def test_an_untrained_response_is_logged_without_an_advantage():
+    record = sample_record(4, group({}, trained=[1, 2], advantages=[9, 0.5, -0.5] + [9] * 5))
+    advantages = [row["advantage"] for row in record["responses"]]
+    assert advantages == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
 
 
-def test_a_final_model_tells_how_it_was_made_and_scores_as_itself(tmp_path):
+def test_a_final_model_scores_as_itself(tmp_path):
     """Every response, of a run's folder and of its final/, not of the base model. As docs/fork.md says, a
     copy that is resumed to end at a checkpoint's step has that checkpoint's weights, bit for bit."""
     run, copy = tmp_path / "run", tmp_path / "copy"  # with a rate that changes what the model says
     run_toy(ttrl, run, steps=2, checkpoint_every=1, lr=2e-3, warmup=0.0)
-    card = ModelCard.load(run / "final/README.md")  # raises if the metadata are no YAML
-    assert card.data.base_model is None  # the Hub has no toy
-    assert "--steps 2 " in card.text and "--votes 8" in card.text and str(tmp_path) not in card.text
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints/step_00000002")
     run_toy(ttrl, **read_run(copy)["args"] | dict(resume=True, out=str(copy), steps=1))
@@ -213,23 +203,15 @@ def test_a_final_model_tells_how_it_was_made_and_scores_as_itself(tmp_path):
     assert said["run/final"] == said["run"] and len(set(said.values())) == 3
 
 
-def test_math_verify_grades_the_text_and_our_classes_vote():
-    """A right number outside a box is right then; votes and what they are right about stay our classes."""
-    said = [("5", r"\boxed{5}"), (None, "The answer is $5$."), ("5.0", r"\boxed{5.0}"), ("6", r"\boxed{6}")]
-    responses = [Rollout([], [0], torch.zeros(1), True, text, answer) for answer, text in said]
-    problem = Problem("2 + 3?", "5")
-    ours = grade(problem, responses)
-    theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
-    assert ours["correct"] == [True, False, True, False] and theirs["correct"] == [True, True, True, False]
-    assert theirs["classes"] == ours["classes"] and theirs["right"] == ours["right"] == {0}
-
-
 @pytest.mark.parametrize("first, second, right", [
     ("5", "**5**", {0}), ("**5**", "5", {0}), ("**5**", "**5**", set())])
 def test_a_class_is_right_if_math_verify_finds_most_of_its_responses_right(first, second, right):
-    """Whatever the order: Math-Verify reads no number in \\boxed{**5**}, which is 5 here."""
-    texts = [rf"\boxed{{{answer}}}" for answer in (first, second, "5")]
-    responses = [Rollout([], [0], torch.zeros(1), True, text, text[7:-1]) for text in texts]
+    """Whatever the order: Math-Verify reads no number in \\boxed{**5**}, which is 5 here. It grades the text,
+    also one without a box; votes stay our classes."""
+    responses = [rollout(answer, text=rf"\boxed{{{answer}}}") for answer in (first, second, "5")]
+    responses.append(rollout(None, text="The answer is $5$."))
     problem = Problem("2 + 3?", "5")
-    theirs, _ = evaluate.math_verify_grades(problem, grade(problem, responses), responses)
-    assert theirs["right"] == right
+    ours = grade(problem, responses)
+    theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
+    assert theirs["right"] == right and theirs["classes"] == ours["classes"]
+    assert theirs["correct"] == [first == "5", second == "5", True, True]

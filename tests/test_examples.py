@@ -4,13 +4,12 @@ import dataclasses
 import doctest
 import functools
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
 import test_ranks
 import torch
-from conftest import EXAMPLES, ROOT, VOTES, load_script, patched, read_lines, run_toy, spy
+from conftest import EXAMPLES, VOTES, load_script, patched, read_lines, run_toy, spy
 from equations import (
     answers_of, gradient_is_the_objectives, log_probs, log_softmax_rows, mean_entropies, model_with,
     per_token, ttrl_rewards, vote, z)
@@ -171,7 +170,6 @@ def test_rewards_advantages_and_gradient_are_the_papers(name, watch):
     """Two minibatches with the clip active; the second one's old policy is not the current one."""
     seen = watch(name, **FLAGS_OF.get(name, {}))
     assert doctest.testmod(seen.module).failed == 0
-    assert f"\n/{name}.py\n" in (ROOT / ".gitignore").read_text()
     trained = {id(response) for response in seen.updates[0].train}
     assert len(seen.groups) == {"co_rewarding": 10, "dynamic_sampling": 3}.get(name, 5)
     left_out, args = 0, seen.args
@@ -215,14 +213,10 @@ def test_the_base_model_is_sampled_in_every_step(name, watch):
 
 # ------------------------------------------------- their own flags ---------------------------------------
 def test_empo_trains_the_prompts_in_its_band(watch):
-    """VOTES: 4 g, 2 a, 1 b of 7 | 3 a, 3 g, 1 b, 1 w | a, 2 b, c, 2 g, w of 7 | 7 a, 1 g | 8 g, unanimous."""
-    entropies = []
-    for counts in ([4, 2, 1], [3, 3, 1, 1], [1, 2, 1, 1, 1, 1], [7, 1], [8]):
-        total = sum(counts)
-        entropies.append(-sum(n / total * math.log(n / total) for n in counts))
-    for low, high in ((0.5, 2.0), (0.0, 1.0)):
+    """VOTES: 4 g, 2 a, 1 b of 7 | 3 a, 3 g, 1 b, 1 w | 2 a, 2 b, c, g, w of 7 | 7 a, 1 g | 8 g, unanimous.
+    In nats: -4/7 ln 4/7 - 2/7 ln 2/7 - 1/7 ln 1/7 = .956 | 1.255 | 1.550 | .377 | 0."""
+    for low, high, kept in ((0.4, 1.5, 2), (0.0, 0.95, 2)):
         seen = watch("empo", entropy_low=low, entropy_high=high)
-        kept = sum(low <= entropy <= high for entropy in entropies)
         assert len(seen.updates[0].train) == 6 * kept
 
 
@@ -242,8 +236,6 @@ def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
         assert seen.metrics[-1]["sampled_prompts"] == 5 and seen.metrics[-1]["zero_variance"] == 0
     seen = watch("dynamic_sampling", max_rounds=3, prompts_per_batch=2)
     assert seen.metrics[-1]["rounds"] <= 2 and len(seen.groups) == 2  # full before
-    seen = watch("dynamic_sampling", answers=dict.fromkeys(range(5), "g"), max_rounds=2)  # all unanimous
-    assert seen.updates == [] and seen.metrics[-1]["rounds"] == 2 and "loss" not in seen.metrics[-1]
 
 
 def test_the_weight_follows_the_majorities_of_the_step_before(watch):

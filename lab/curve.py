@@ -12,8 +12,8 @@ from PIL import Image
 from lab.compare import ROOT, stored
 
 # row: what the picture calls it, its colour, the height of its label
-LABELS = {"gold labels": ("right answers", "black", .98), "TTRL": ("majority: TTRL", "#0072b2", .89),
-          "prompt": ("best prompt", "#707070", .79), "vote": ("vote of 16", "#707070", .70),
+LABELS = {"gold labels": ("gold labels", "black", .98), "TTRL": ("majority: TTRL", "#0072b2", .89),
+          "prompt": ("best prompt", "#707070", .79), "vote": ("vote of 16", "#9a6a00", .70),
           "random reward": ("a coin", "#d55e00", .09), "length reward": ("length", "#a03070", .0)}
 
 
@@ -35,7 +35,7 @@ def draw() -> None:
             axes.axhline(mean[0], color=colour, linestyle="--", linewidth=2)
         axes.annotate(label, (60, mean[-1]), (64, height), va="center", color=colour, annotation_clip=False,
                       arrowprops=dict(arrowstyle="-", color=colour, relpos=(0, .5), shrinkB=2))
-    axes.text(13, .47, "dashed: the model\nwithout training", color="#707070", va="top")
+    axes.text(13, .50, "thin: one run\ndashed: the toy model\nwithout training", color="#707070", va="top")
     axes.set(xlim=(0, 60), ylim=(-.03, 1.02), xlabel="steps of training", yticks=(0, .5, 1),
              yticklabels=("0%", "50%", "100%"))
     axes.set_title("Right answers to unseen problems,\nby what is rewarded in training", loc="left", size=20)

@@ -21,7 +21,7 @@ endef
 demo: .venv-lab/made
 	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
 	$(LAB)/python -m tools.report runs/demo
-	@echo "Open runs/demo/report.html: it shows every vote."
+	@echo "Open runs/demo/report.html: it shows the votes."
 
 # The notebook, in the browser
 lab: .venv-lab/made
@@ -72,7 +72,7 @@ lint: .venv/made
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv-lab/made: requirements/lab.txt
 	$(NEW)
-	@echo "Installing torch, transformers and Jupyter into .venv-lab: about 1.5 GB, two to four minutes."
+	@echo "Installing torch, transformers and Jupyter into .venv-lab: 1.4 GB, two to four minutes."
 	$(LAB)/pip $(TORCH) $(COMPILE)
 	$(LAB)/pip install -q $(COMPILE) -r requirements/lab.txt
 	touch $@

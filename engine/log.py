@@ -260,7 +260,7 @@ class Log(RunFolder):
         if skipped:
             print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
         print0(f"\nFinal model: {self.path / 'final'}\n"
-               f"Every vote on one page: python -m tools.report {self.path}\n"
+               f"The votes on one page: python -m tools.report {self.path}\n"
                "A change of your own: docs/fork.md")
 
 

@@ -78,7 +78,7 @@ class Machine(Shared):
     """Largest number of tokens in a micro-batch: a matter of memory, not of results."""
     offload: Literal["none", "reference", "optimizer"] = "none"
     """What is kept in host memory instead of the GPU's. reference: the reference model. optimizer: also the
-    policy's weights, gradients and AdamW's state. Untested on GPUs."""
+    policy's weights, gradients and AdamW's state. It ran two steps on one GPU."""
     eval_start: bool = True
     """Evaluate the base model before the first step."""
     resume: bool = False

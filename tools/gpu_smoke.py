@@ -117,7 +117,7 @@ def shared_memory() -> str:
 
 
 def disk() -> str:
-    """How fast this folder's disk takes a file, as a checkpoint: 14 GB for each billion weights."""
+    """How fast this folder's disk takes a file, as a checkpoint: 12 GB for each billion weights."""
     data, began = os.urandom(2 ** 20) * (1024 if CUDA else 64), time.monotonic()
     with tempfile.TemporaryFile(dir=".") as file:
         file.write(data)

@@ -319,6 +319,8 @@ def _read(name: str, train: bool) -> tuple[str, list[dict]]:
     if path.is_file() and path.suffix.lower() in FILES:
         return str(path), _read_file(path)
     hub = HUB_ID.fullmatch(name)
+    if not path.exists() and name.lower().endswith(FILES):
+        raise UserError(f"there is no file '{name}'.")
     # what looks like a file is a mistyped one: the Hub would be asked in vain
     if not hub or path.exists() or name[0] in "/.~" or name.lower().endswith((*FILES, ".gz", ".tsv")):
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOY_FILES])}, a Hub "

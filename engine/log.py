@@ -35,12 +35,13 @@ class Log(RunFolder):
         """changed: the options that are not the script's defaults, for the model card."""
         super().__init__(options, device, identity)
         self.changed, self.board, self.bad_steps, self.warned = changed, None, 0, set()
+        self.learns = False  # whether a loss has had a gradient
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget what the last step left, and start the clock."""
-        # groups: a dict of each prompt; updates: the means of each optimizer step; sums: [sum, weight] of
-        # each name, of the step that is being computed
+        # groups: a dict of each prompt; updates: the means of each optimizer step; sums: [sum, weight,
+        # sum of sizes] of each name, of the step that is being computed
         self.groups, self.updates, self.sums, self.skipped = [], [], {}, 0
         self.began, self.sampled_tokens = now(), 0
         seconds.clear()
@@ -67,6 +68,7 @@ class Log(RunFolder):
         # step 0 again
         done = range(steps_done + 1) if steps_done else ()
         self.history = self.keep_lines("metrics.jsonl", done)
+        self.learns = any(line.get("grad_norm", 0) > 1e-6 for line in self.history)
         self.evaluated = {line["step"] for line in self.history if has_evaluation(line)}  # steps
         self.keep_lines("evaluations.jsonl", self.evaluated)
         self.keep_lines("samples.jsonl", done)
@@ -98,8 +100,10 @@ class Log(RunFolder):
         class."""
         n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
         if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
-            shape = list(getattr(rewards, "shape", []))
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {shape} "
+            kind = type(rewards).__name__
+            if isinstance(rewards, torch.Tensor):
+                kind = f"{list(rewards.shape)} of {rewards.dtype}"
+            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {kind}: "
                              f"{repr(rewards)[:80]}")
         named = [*classes, *(label if isinstance(label, dict) else [label]), *negatives]
         if len(classes) != n or not all(c is None or isinstance(c, int) for c in named):
@@ -136,12 +140,14 @@ class Log(RunFolder):
             # Responses without a gradient were not computed: they add 0 to the loss, but are in no mean.
             if name == "loss":
                 means[name] = total
-                # a step's first update is at ratio 1, where nothing is clipped; KL alone is some 1e-10
-                if not self.updates and grad_norm < 1e-7 * size:
+                # A run's first update is at ratio 1, where nothing is clipped. What rounds is no loss, and
+                # what once had a gradient has a log-prob in it.
+                if not self.learns and 1e-6 < size < math.inf and grad_norm < 1e-7 * size:
                     raise ValueError("the loss is not 0, but its gradient is: a log-prob in it was detached")
+                self.learns |= grad_norm > 1e-6
                 if weight > 2.01:  # of one mean 1, of Dynamic RL's two 2
-                    self.warn_once(f"the weights of a loss sum to {weight:.4g}, those of a mean to 1: is it "
-                                   "a sum?")
+                    self.warn_once("sum", f"the weights of a loss sum to {weight:.4g}, those of a mean to 1: "
+                                          "is it a sum?")
             elif weight:
                 means[name] = total / weight
         self.sums = {}
@@ -152,7 +158,7 @@ class Log(RunFolder):
         self.skipped += 1
         self.bad_steps += 1
         wrong = f"a {'gradient' if math.isfinite(means.get('loss', 0.0)) else 'loss'} that is NaN or infinite"
-        self.warn_once(f"an optimizer step was skipped: it had {wrong}.")
+        self.warn_once("skipped", f"an optimizer step was skipped: it had {wrong}.")
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(f"{self.bad_steps} optimizer steps in a row had {wrong}; give a lower --lr, or "
                             "look for a division by 0, a root or a logarithm in a loss of your own.")
@@ -226,9 +232,8 @@ class Log(RunFolder):
         for group in self.groups:  # only now: a fork may ask the same problem twice in a step
             self.majorities[group["prompt"].text] = group["verdicts"]["answer"]
 
-    def warn_once(self, text: str, kind: str = "") -> None:
-        """Print a warning, each kind once in a run. kind: its first word, if not given."""
-        kind = kind or text.split()[0]
+    def warn_once(self, kind: str, text: str) -> None:
+        """Print a warning, each kind once in a run."""
         if kind not in self.warned:
             self.warned.add(kind)
             print0(f"Warning: {text}")
@@ -237,7 +242,7 @@ class Log(RunFolder):
         """Once in a run, if most responses of a step have no answer."""
         advice = few_answers([r for group in self.groups for r in group["responses"]])
         if advice:
-            self.warn_once(f"step {step}: {advice}", "few answers")
+            self.warn_once("few answers", f"step {step}: {advice}")
 
     def finish(self) -> None:
         """Close what is open; say what happened, print a table of it, and what to open next.
@@ -253,12 +258,16 @@ class Log(RunFolder):
                             f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
-        model, data = (told(self.options[name]) or "toy" for name in ("model", "dataset"))
+        model = told(self.options["model"]) or "toy"
+        data = told(self.options["dataset"]) or "its own questions"
         print0(f"\n{script_name()}.py trained {model} for {len(steps)} steps on {data} (--labels "
                f"{self.options['labels']}).\n{what_happened(self.history, self.options)}\n"
                f"{evaluation_table(self.history)}")
         if skipped:
             print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
+        if steps and all(line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3 for line in steps):
+            print0("Warning: all advantages were 0, since the rewards of a prompt were equal in every step: "
+                   "nothing was learned.")
         print0(f"\nFinal model: {self.path / 'final'}\n"
                f"The votes on one page: python -m tools.report {self.path}\n"
                "A change of your own: docs/fork.md")
@@ -273,11 +282,12 @@ def what_happened(lines: list[dict], options: dict) -> str:
     if not names:
         return ""
     name, first, last = names[0], evaluated[0], evaluated[-1]
-    unseen = "" if name in ("mean", "train", data) else ", which it was not trained on,"
+    unseen = ", which it was not trained on," if "test" in name and name != data else ""
     scores = []
     for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
         if metric in last:
-            before = f"{first[metric]:.0%} before and " if first is not last and metric in first else ""
+            untrained = first is not last and first["step"] == 0 and metric in first
+            before = f"{first[metric]:.0%} before and " if untrained else ""
             scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
     text = f"On {name}{unseen} it is right {', '.join(scores)}.\n"
     toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
@@ -367,4 +377,4 @@ def sample_record(step: int, group: dict) -> dict:
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     equal = [group["verdicts"]["gold"], *group["verdicts"]["classes"]]  # gold, then the answers
     return dict(step=step, problem=prompt.text, gold=prompt.answer, equal=equal, label=label,
-                negatives=group["negatives"], responses=rows)
+                right=sorted(group["verdicts"]["right"]), negatives=group["negatives"], responses=rows)

@@ -43,7 +43,7 @@ def model_folder(model: str) -> str:
 
 def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_parallel: int = 1,
                 trust_remote_code: bool = False):
-    """The model's config, which is all that a plan needs.
+    """The model's config.
 
     Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
     try:  # the Hub's client would try again for most of a minute, file by file

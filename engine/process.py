@@ -117,12 +117,12 @@ def phases() -> str:
 
 
 def watch(every: int = 600) -> None:
-    """A thread that prints where all ranks are when this one has been in the same phase for so many seconds:
+    """A thread that prints where all ranks are when rank 0 has been in the same phase for so many seconds:
     NCCL's timeout, which comes later, ends a process without Python."""
     while True:
         before = place[0]
         time.sleep(every)
-        if place[0] == before:
+        if place[0] == before and rank_and_ranks()[0] == 0:
             logging.error(f"No new phase for {every} s. {phases()}")
 
 

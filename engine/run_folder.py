@@ -54,6 +54,8 @@ class RunFolder:
         if self.options["resume"]:
             run = read_run(out)
             self.earlier = run["identity"]
+            if run.get("code") != self.record["code"]:
+                print(f"Warning: --resume: this is other code than the run in '{out}' began with.")
             self.record["wandb"] = run.get("wandb", self.record["wandb"])
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
         elif files and not ("run.json" in files and files <= BEGINNING):
@@ -148,15 +150,15 @@ def describe(options: dict, ranks: int, device) -> dict:
 
 
 # ---------------------------------------------- reading a run's files ---------------------------------------
-def read_run(folder: Path, wanted: str = "--resume: ") -> dict:
-    """run.json of a run folder. Raises UserError, which begins with `wanted`, if it is missing or damaged."""
+def read_run(folder: Path) -> dict:
+    """run.json of a run folder. Raises UserError if it is missing or damaged."""
     path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
         return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
     except Exception as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"{wanted}{path} cannot be read, {reason}.") from None
+        raise UserError(f"--resume: {path} cannot be read, {reason}.") from None
 
 
 def read_jsonl(path: Path) -> list[dict]:

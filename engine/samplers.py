@@ -39,7 +39,7 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     if machine.uses_vllm:
         entries = AutoConfig.from_pretrained(path, trust_remote_code=machine.trust_remote_code)
         entries = [name for name, value in entries.get_text_config().to_dict().items() if value]
-        if device.type == "cuda" and any(UNTRIED.search(name) for name in entries):
+        if policy and device.type == "cuda" and any(UNTRIED.search(name) for name in entries):
             raise UserError("--model has experts or latent attention, whose weights vLLM may not take again "
                             "on a GPU, as nobody has tried; give --sampler hf.")
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")
@@ -118,6 +118,7 @@ def eager_logprobs(model, responses: list) -> torch.Tensor:
     model.set_attn_implementation("eager")
     head = PlainHead(model)
     own = torch.cat([torch.stack(head_logprobs(head, [r], model.device)).cpu() for r in responses], 1)
+    vars(model.get_output_embeddings()).pop("forward", None)  # PlainHead's: a sampler goes on with this model
     if not own.isfinite().all():
         raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
     return own

@@ -189,3 +189,8 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
     for frame in ("in main", "in majority_reward", "torch.ones(3)", "RuntimeError: The size of"):
         assert frame in done.stderr and frame in (tmp_path / "run/rank_1.log").read_text()
     assert "Phases by rank: " in done.stderr
+
+
+def test_a_run_that_learned_nothing_says_so(tmp_path, capsys):
+    run_slip("rewards_N = majority_reward(classes_N)", "rewards_N = torch.ones(len(responses))", tmp_path / "run")
+    assert "Warning: all advantages were 0" in capsys.readouterr().out

@@ -38,6 +38,7 @@ def vote_of(record: dict) -> dict:
     whether it is a negative label or gold, and its responses with their numbers; at the end, with None as
     their answer, the responses without one."""
     responses, (gold_class, *classes) = record["responses"], record["equal"]
+    right = {*record.get("right", [gold_class])} - {None}  # of several gold answers any is
     # label and negatives name the script's own classes, which are others with --labels gold and in EVOL-RL
     own = {str(row["answer_class"]): c for row, c in zip(responses, classes)}
     weights = {own.get(name): weight for name, weight in record["label"].items()}
@@ -45,10 +46,10 @@ def vote_of(record: dict) -> dict:
     groups = []
     for c, votes in Counter(classes).most_common():
         answered = c is not None
-        fact = dict(right=answered and c == gold_class)
+        fact = dict(right=c in right)
         rows = [fact | row | dict(number=i + 1) for i, row in enumerate(responses) if classes[i] == c]
         groups.append(dict(answer=rows[0]["answer"], votes=votes, weight=weights.get(c) if answered else None,
-                          negative=answered and c in negatives, gold=answered and c == gold_class, rows=rows))
+                          negative=answered and c in negatives, gold=c in right, rows=rows))
     groups.sort(key=lambda entry: entry["answer"] is None)
     return dict(question=record["problem"], correct=record["gold"], step=record["step"], classes=groups)
 

@@ -265,7 +265,8 @@ class Log(RunFolder):
                f"{evaluation_table(self.history)}")
         if skipped:
             print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
-        if steps and all(line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3 for line in steps):
+        idle = [line for line in steps if line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3]
+        if steps and len(idle) == len(steps):
             print0("Warning: all advantages were 0, since the rewards of a prompt were equal in every step: "
                    "nothing was learned.")
         print0(f"\nFinal model: {self.path / 'final'}\n"

@@ -192,5 +192,5 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
 
 
 def test_a_run_that_learned_nothing_says_so(tmp_path, capsys):
-    run_slip("rewards_N = majority_reward(classes_N)", "rewards_N = torch.ones(len(responses))", tmp_path / "run")
+    run_slip("= majority_reward(classes_N)", "= torch.ones(len(responses))", tmp_path / "run")
     assert "Warning: all advantages were 0" in capsys.readouterr().out

@@ -17,8 +17,8 @@ Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
     EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)
                Adv-Res   A_i = clip(Y_i, 1 - alpha, 1 + beta) A_i                                     (Eq. 14)
                Adv-Clip  A_i = clip(A_i, -bound, bound), the paper's other beta                       (Eq. 15)
-    The reward, A_i and the loss are TTRL's (ttrl.py); the KL term stands in none of ETTRL's equations (3.1),
-    nor does an entropy term. The paper tests ETMR and EAR each alone; here both are on unless turned off.
+    The reward, A_i and the loss are TTRL's (ttrl.py); ETTRL's loss, Eq. 3, has no KL term (3.1),
+    nor an entropy term. The paper tests ETMR and EAR each alone; here both are on unless turned off.
     (Eq. 12 scales unsure responses down; the text after Eq. 14 says the opposite.)
     Below, N counts the forks of a trunk in the options alone; in shapes it counts responses, as everywhere.
 
@@ -68,7 +68,7 @@ class Args(common.Args):
     bound: common.Positive = 2.0
     """Largest size of an advantage under Adv-Clip (beta of Eq. 15; section 4)."""
     temperature: common.Positive = 0.6
-    """Sampling temperature; log-probs, entropies and ratios use it, too (section 4)."""
+    """Sampling temperature (section 4); log-probs, entropies and ratios use it, too."""
     kl_coef: common.NonNegative = 0.001
     """Weight of the KL term; 0: none. No equation of ETTRL has one ("No KL penalty", 3.1), but TTRL's code,
     whose configuration section 4 follows."""

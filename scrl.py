@@ -46,7 +46,7 @@ import torch
 @dataclass
 class Args(common.Args):
     temperature: common.Positive = 0.6
-    """Sampling temperature; log-probs and entropies use it, too (section 4.1; Qwen2.5-Math: 1.0)."""
+    """Sampling temperature (section 4.1; Qwen2.5-Math: 1.0); log-probs and entropies use it, too."""
     prompt: str = "suffix"
     """Prompt format. suffix: SCRL's for Qwen2.5-3B; Qwen2.5-Math takes 'system' (B.2; released code)."""
     tau_pos: common.Share = 0.375
@@ -161,7 +161,7 @@ def main(args: Args) -> None:
         groups = common.sample(run, step, prompts, args.votes)
         sampler.sleep()  # gives the GPU's memory to the update
 
-        # Eq. 5: the vote needs the entropies of all N, so they are scored here, before step 3.
+        # Eq. 7: the labels need the entropies of all N, so they are scored here, before step 3.
         policy.score_old(sum(groups, []), args.temperature)  # sets old_logp and entropy of each response, [T]
 
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.

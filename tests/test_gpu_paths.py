@@ -182,3 +182,10 @@ def test_the_gradient_of_packing_sorts_no_indices():
         packed_attention(None, *inputs, None, packing=packing)[0].sum().backward()
     names = {event.name for event in seen.events()}
     assert "aten::index_copy_" in names and not {"aten::embedding_dense_backward", "aten::index_put_"} & names
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_exported_allocator_setting_without_ours_is_told(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    process.start_processes(dict(seed=0, dtype="float32"))
+    assert f"Warning: {name} is exported without expandable_segments" in capsys.readouterr().out

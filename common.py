@@ -51,16 +51,10 @@ class Problem:
     answer: str | None = None  # gold: for evaluation and label accuracy, never for a label-free reward
     id: int = 0
     choices: int = 0  # multiple choice: so many options are in the question, and the answer is a letter
-    before: list[tuple[str, str]] = field(default_factory=list)  # a chat's turns before it: (role, text)
     prompt_ids: list[int] = field(default_factory=list)
     also_right: list[str] = field(default_factory=list)  # other gold answers
     row: dict = field(default_factory=dict, repr=False)  # the data set's, for methods that need other columns
     answer_keys: Callable | None = None  # n answers -> n keys, equal for equal answers; None: mathematics
-
-    @property
-    def text(self) -> str:
-        """All that is asked, which tells two problems apart: a chat's earlier turns, then the question."""
-        return "\n\n".join([*(f"{role}: {text}" for role, text in self.before), self.question])
 
     def classes(self, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
@@ -110,7 +104,7 @@ class Args:
     model: str = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy. smollm2: a real model of
     135M parameters that comes as a pip package (docs/hardware.md). Both have defaults of their own, which
-    --help shows behind the paper's."""
+    are printed at the start."""
     dataset: str = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/data.md)."""
     steps: CountOrZero = 0
@@ -427,10 +421,11 @@ def evaluate(run: Run, step: int) -> None:
     run.log.evaluation(step, metrics, verdicts, greedy)
 
 
-def evaluate_benchmark(run: Run, name: str, problems: list[Problem],
-                       greedy: bool = False) -> list[tuple[dict, list[Rollout]]]:
+def evaluate_benchmark(run: Run, name: str, problems: list[Problem], greedy: bool = False,
+                       keep: bool = False) -> list[tuple[dict, list[Rollout]]]:
     """(verdicts, responses) of every problem, in order, on all ranks; each samples and grades a share.
 
+    keep: the responses, too, gigabytes on every rank if they are long; else there are none.
     An overlong problem has no prompt: its responses are empty, so they count as wrong."""
     args, graded = run.args, []
     options = dict(top_p=args.eval_top_p, top_k=args.eval_top_k)
@@ -445,5 +440,5 @@ def evaluate_benchmark(run: Run, name: str, problems: list[Problem],
         groups = iter((run.generate or generate)(run, work, temperature, **options))
         for p in part:
             group = next(groups) if p.prompt_ids else samples * [Rollout([], [], torch.zeros(0), False)]
-            graded.append((grade(p, group), group))
+            graded.append((grade(p, group), group if keep else []))
     return gather_shares(graded, args.machine.tensor_parallel)

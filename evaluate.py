@@ -27,7 +27,6 @@ from engine.metrics import few_answers, mean, summary
 from engine.options import SMOLLM2, Shared, make_args, out_of_range
 from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run
-from engine.samplers import VLLMSampler, check_engine
 
 SIXTEEN = dict(samples=16, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=3072, prompt="system",
                max_prompt_tokens=1024, sampler="auto")
@@ -118,13 +117,8 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     print0(f"Evaluating {model} ...")
-    if isinstance(run.sampler, VLLMSampler):  # here is no trainer that would notice a difference
-        if rank_and_ranks()[0] == 0:  # which computes transformers' log-probs
-            for parameter in run.sampler.model.parameters():
-                parameter.data = parameter.data.to(run.dtype)
-        check_engine(run.sampler, run.args.machine, run.dtype == torch.float32)
     for name, problems in run.benchmarks.items():
-        graded = common.evaluate_benchmark(run, name, problems)
+        graded = common.evaluate_benchmark(run, name, problems, keep=True)
         if args.grader == "math_verify":
             graded = [math_verify_grades(p, *row) for p, row in zip(problems, graded, strict=True)]
         with_gold = sum(verdicts["known"] for verdicts, _ in graded)  # what the scores are means of
@@ -170,7 +164,7 @@ def save_generations(log, name: str, problems: list, graded: list) -> None:
     for problem, (verdicts, responses) in zip(problems, graded):
         for response, correct, c in zip(responses, verdicts["correct"], verdicts["classes"]):
             log.append("generations.jsonl", dict(
-                benchmark=name, problem=problem.text, gold=problem.answer, response=response.text,
+                benchmark=name, problem=problem.question, gold=problem.answer, response=response.text,
                 answer=response.answer, answer_class=c, correct=correct, finished=response.finished))
 
 

@@ -54,8 +54,6 @@ def stop_texts(stop) -> list[str]:
 
 # ------------------------------------------------- where a step's time goes --------------------------------
 seconds = Counter()  # by phase, since the step began
-place = ["no phase"]  # the one that this process is in, and since when; see process.phases
-on_enter = []  # called with the place whenever it changes
 
 
 @contextmanager
@@ -64,18 +62,8 @@ def timed(phase: str):
 
     The time of a phase within it counts for that phase alone."""
     began, inner = now(), seconds.total()
-    outer = place[0]
-    enter(f"{phase} since {time.strftime('%H:%M:%S')}")
     yield
     seconds[phase] += now() - began - (seconds.total() - inner)
-    enter(outer)  # not after an error: the place is where it happened
-
-
-def enter(where: str) -> None:
-    """Note where this process is, and tell who listens."""
-    place[0] = where
-    for tell in on_enter:
-        tell(where)
 
 
 def timed_loop(phase: str, items):

@@ -1,8 +1,7 @@
 """Problems and prompts: the benchmarks and files to load, and how a question is put to the model.
 
-A row is a question and perhaps an answer, or a multiple choice as GPQA and MMLU have it. Nothing is guessed:
-a row that brings more (a passage, options in another form, an image, JSON as text) is refused by column,
-since whoever knows the data makes one question of it in a few lines. docs/data.md has recipes."""
+A row is a question and perhaps an answer, or a multiple choice as GPQA and MMLU have it. What else it holds
+is not read, and its columns are printed; docs/data.md has recipes."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ import os
 import random
 import re
 import sys
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from functools import lru_cache, partial
 from pathlib import Path
 
-from answers import LETTERS, equal, extract_answer, gold_answers
+from answers import LETTERS, gold_answers
 from engine.base import UserError, first_line, stable_hash
 from engine.ranks import print0
 
@@ -57,20 +56,12 @@ FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 # Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
 QUESTIONS = ("question", "problem", "prompt", "messages")
 ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_model", "solution")
-# Names of columns without which the question may not be whole
-REFUSED = re.compile(
-    r"(instruction|input|body|context|passage|paragraph|article|document|story|table|schema|support|tool|"
-    r"function|history|option|distractor\d?|audio|video|image|picture|figure)s?(_\d+)?|background|"
-    r"system(_prompt|_message)?|(option|choice)_?[a-j1-9]|op[a-d]|[a-d]", re.IGNORECASE)
-TEXT_OR_NUMBER = (str, int, float, type(None))
-# Text that a program has written, or a model: which part of it is meant, only its author knows
-JSON_TEXT = re.compile(r"""\s*[\[{][\[{\s]*["']""")
 # A choice that speaks of others by their letter or place is wrong in another order
 FIXED_ORDER = re.compile(r"(?i:\b(above|below|both|neither|(all|none) of)\b)|\b[A-J],? (and|or|&) ")
 # name:config:split@revision of the Hub
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
-Row = namedtuple("Row", "question answer id choices before prompt_ids also_right row")
+Row = namedtuple("Row", "question answer id choices prompt_ids also_right row")
 
 
 # ----------------------------------------------- a run's data ---------------------------------------------
@@ -134,9 +125,8 @@ def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, token
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     train, limit = flag == "--dataset", f"more than --max_prompt_tokens {max_tokens}"
     try:
-        rows = load_problems(name, *fields, train, tokenizer.control)
-        rows = [row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens, row.before))
-                for row in rows]
+        rows = [row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens))
+                for row in load_problems(name, *fields, train)]
     except UserError as error:
         raise UserError(f"{flag}: {error}") from None
     kept = [row for row in rows if row.prompt_ids]
@@ -148,63 +138,34 @@ def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, token
     return kept if train else rows
 
 
-def load_problems(name: str, question_field: str = "", answer_field: str = "", train: bool = True,
-                  control: re.Pattern | None = None) -> list[Row]:
+def load_problems(name: str, question_field: str = "", answer_field: str = "",
+                  train: bool = True) -> list[Row]:
     """Problems, yet without prompts, of a benchmark's short name, a Hub id, a local file (FILES) or folder.
 
-    The columns are those given, else the benchmark's, else found by usual names; what is used and what is not
-    is printed. Problems with the same prompt are kept once. train: which split is meant if none is named.
-    control: the pattern of tokens that a prompt may not hold (models.control_tokens); there is no tokenizer
-    here, and tokens are counted in read_rows. Raises UserError, with the row, on what cannot be used."""
+    The columns are those given, else the benchmark's, else found by usual names. What is used and what is not
+    is printed: whether the question is whole, only its reader can say. Problems with the same question are
+    kept once. train: which split is meant if none is named."""
     source, rows = _read(name, train)
-    filled = _filled_columns(rows)
+    filled = list(dict.fromkeys(column for row in rows for column in row if _is_filled(row[column])))
     question, answer = _find_columns(name, source, filled, question_field, answer_field)
-    # who names the question's column has decided to leave the rest out
-    named = question_field or name in BENCHMARKS
-    refused = [] if named else [column for column in filled if REFUSED.fullmatch(column)]
-    problems, warnings = {}, defaultdict(list)
+    problems = {}
     for number, row in enumerate(rows, 1):
         try:
-            text, before, golds, choices = _read_row(row, question, answer, refused)
-            prompt = "\n".join([text, *(content for _, content in before)])
-            if token := control and control.search(prompt):
-                raise UserError(f"it holds {token[0]!r}, a control token of --model, which would begin or "
-                                "end a turn; take it out, or give --prompt plain if the data brings a "
-                                "template.")
-        except UserError as error:
-            raise UserError(f"{source}, row {number}: {error}") from None
-        # one that no response can give would count every response as wrong
-        usable = [*filter(_comes_back, golds)]
-        first_gold, *also_right = usable or [None]
+            text, golds, choices = _read_row(row, question, answer)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{source}, row {number}: no question, answer and choices as docs/data.md has "
+                            f"them: {type(error).__name__} {first_line(error)}.") from None
+        first_gold, *also_right = golds or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
-        problem = Row(text.strip(), first_gold, len(problems), choices, before, [], also_right, row)
-        first = problems.setdefault((problem.question, *before), problem)
-        if answer and not golds:
-            warnings["have no gold answer"].append(number)
-        if len(usable) < len(golds):
-            warnings["have an answer that fits in no \\boxed{} and is not used"].append(number)
-        if first_gold != first.answer and not equal(first_gold, first.answer):
-            warnings["are duplicates with another gold answer"].append(number)
+        problems.setdefault(text, Row(text, first_gold, len(problems), choices, [], also_right, row))
     problems = [*problems.values()]
     golds = [problem.answer for problem in problems if problem.answer is not None]
-    chats = sum(bool(problem.before) for problem in problems)
     unused = [column for column in filled if column not in (question, answer, "choices", *GPQA)]
-    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'"
-           f"{f', {chats} with earlier turns, which replace those of --prompt' if chats else ''}; "
-           f"{len(golds)} of them have a gold answer (column {answer or 'none'}: "
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'; {len(golds)} of "
+           f"them have a gold answer (column {answer or 'none'}: "
            f"{', '.join(map(repr, golds[:2])) or 'none'}); {len(rows) - len(problems)} duplicates removed; "
            f"columns not used: {', '.join(unused) or 'none'}")
-    for warning, numbers in warnings.items():
-        print0(f"Warning: {name}: {len(numbers)} of {len(rows)} rows {warning}, as row {numbers[0]}.")
     return problems
-
-
-def _filled_columns(rows: list[dict]) -> list[str]:
-    """The columns that hold something in any row."""
-    filled = []
-    for row in rows:
-        filled += [column for column in row if column not in filled and _is_filled(row[column])]
-    return filled
 
 
 def _is_filled(value) -> bool:
@@ -230,79 +191,31 @@ def _usual(names: tuple[str, ...], columns: list[str]) -> str:
     return next((column for name in names for column in columns if column.lower() == name), "")
 
 
-def _read_row(row: dict, question: str, answer: str,
-              refused: list[str]) -> tuple[str, list[tuple[str, str]], list[str], int]:
-    """(question, turns before it, gold answers, number of choices). Raises UserError."""
-    for column in refused:
-        if _is_filled(row.get(column)):
-            raise UserError(f"column '{column}' may be part of the question; put all of it into one column "
-                            f"(recipes: docs/data.md), or leave it out by --question_field {question}.")
-    text, before = _turns(row.get(question), question)
-    options, right = row.get("choices"), row.get(answer)
-    if GPQA[1] in row:
-        # its first option is the right one, so column and index are known, and no order is kept
-        options, right = [row.get(column) for column in GPQA], 0
-    if not _is_filled(options):
-        return text, before, _golds(right, answer), 0
-    text, golds, choices = _with_choices(text, options, right, answer or "answer", GPQA[1] in row)
-    return text, before, golds, choices
+def _read_row(row: dict, question: str, answer: str) -> tuple[str, list[str], int]:
+    """(question, gold answers, number of choices)."""
+    text, options, right = row[question], row.get("choices"), row.get(answer)
+    if isinstance(text, list):  # a chat: its last turn asks
+        text = text[-1]["content"]
+    if GPQA[1] in row:  # its first option is the right one
+        options, right = [row[column] for column in GPQA], 0
+    if _is_filled(options):
+        options = [str(option).strip() for option in options]
+        return _with_choices(text, options, right, shuffle=GPQA[1] in row)
+    return text.strip(), gold_answers(right), 0
 
 
-def _turns(value, column: str) -> tuple[str, list[tuple[str, str]]]:
-    """(the question, the turns before it) of text, or of a chat that ends with the user's turn."""
-    chat = value if isinstance(value, list) else [dict(role="user", content=value)]
-    if not chat or not all(map(_is_turn, chat)) or chat[-1]["role"] != "user":
-        raise UserError(f"column '{column}' must hold a text (no JSON in it), or a chat: turns with a role "
-                        "and a text as content, no image and no tool, the last of them the user's.")
-    turns = [(turn["role"], turn["content"]) for turn in chat]
-    return turns[-1][1], turns[:-1]
-
-
-def _is_turn(turn) -> bool:
-    filled = {key for key in turn if _is_filled(turn[key])} if isinstance(turn, dict) else set()
-    if filled != {"role", "content"}:  # what holds more (a tool's call, an image, a name) is not only text
-        return False
-    return isinstance(turn["content"], str) and not JSON_TEXT.match(turn["content"])
-
-
-def _with_choices(text: str, options, right, column: str,
-                  first_is_right: bool) -> tuple[str, list[str], int]:
+def _with_choices(text: str, options: list[str], right: int | None,
+                  shuffle: bool) -> tuple[str, list[str], int]:
     """(the question with lettered choices, the letters of the right ones, the number of choices).
 
     They are shuffled with a seed of the question's own, alike in every run, unless one speaks of others."""
-    texts = {}  # by index, which stays where an option is empty
-    if isinstance(options, list) and all(type(option) in TEXT_OR_NUMBER for option in options):
-        texts = {i: str(option).strip() for i, option in enumerate(options) if _is_filled(option)}
-    if not 0 < len(texts) <= len(LETTERS):
-        raise UserError(f"column 'choices' must hold a list of at most {len(LETTERS)} texts (recipes: "
-                        f"docs/data.md), not {options!r:.40}.")
-    if right is not None and not (type(right) is int and right in texts):  # True is no index
-        raise UserError(f"column '{column}' must hold the index of the right one of the choices, from 0 to "
-                        f"{len(options) - 1} (recipes: docs/data.md), not {right!r:.40}.")
-    order = [*texts]
-    if first_is_right or not any(map(FIXED_ORDER.search, texts.values())):
-        order = random.Random(stable_hash("choices", text)).sample(order, len(order))
-    letters = [*zip(LETTERS, order)]
-    golds = [letter for letter, i in letters if texts[i] == texts.get(right)]  # equal choices are all right
-    return "\n".join([text, "", *(f"{letter}. {texts[i]}" for letter, i in letters)]), golds, len(texts)
-
-
-def _golds(value, column: str) -> list[str]:
-    """The gold answers in a text, number, list of them (any is right), or verl's dict with one of them."""
-    value = value.get("ground_truth", value) if isinstance(value, dict) else value
-    for item in value if isinstance(value, list) else [value]:
-        is_rounded = isinstance(item, float) and abs(item) >= 2**53  # a whole number without its last digits
-        is_json = JSON_TEXT.match(str(item)) or "<answer>" in str(item)
-        if type(item) not in TEXT_OR_NUMBER or is_rounded or is_json:
-            raise UserError(f"column '{column}' must hold a text (no JSON in it), a number below 2**53, or "
-                            f"a list of these, any of which is right, not {item!r:.60} (docs/data.md).")
-    return gold_answers(value)
-
-
-def _comes_back(gold: str) -> bool:
-    """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
-    boxed = extract_answer(f"\\boxed{{{gold}}}")
-    return len(gold) <= 300 and (boxed == gold or equal(gold, boxed))
+    order = range(len(options))
+    if shuffle or not any(map(FIXED_ORDER.search, options)):
+        order = random.Random(stable_hash("choices", text)).sample(order, len(options))
+    letters = [*zip(LETTERS, order, strict=False)]
+    golds = [] if right is None else [letter for letter, i in letters if options[i] == options[right]]
+    lines = [f"{letter}. {options[i]}" for letter, i in letters]
+    return "\n".join([text, "", *lines]).strip(), golds, len(options)
 
 
 # -------------------------------------------------- files -------------------------------------------------
@@ -446,17 +359,12 @@ def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
     return _encode(tokenizer, [("user", text) if read_template(style)[0][0] else ("", text + "\n\n")])
 
 
-def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0,
-                  before: list[tuple[str, str]] = ()) -> list[int]:
+def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
-    before: turns (role, text) instead of those that --prompt has before the question. Raises UserError if the
-    chat template fails, if --prompt has no turns but the data has, if the model does not know a token."""
+    Raises UserError if the chat template fails, or if the model does not know a token."""
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
-    if before and not turns[-1][0]:
-        raise UserError(f"--prompt is '{style}', plain text, but the data has turns before the question.")
-    question_turns = turns[-2 if turns[-1][0] == "assistant" else -1:]
-    ids = _encode(tokenizer, [*before, *question_turns] if before else turns)
+    ids = _encode(tokenizer, turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
 
 

@@ -5,7 +5,6 @@ run_folder.py."""
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import sys
@@ -189,7 +188,7 @@ class Log(RunFolder):
         for group in self.groups:
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))
         # sorted by a hash, so that samples.jsonl follows the same problems whenever they come up
-        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].text))
+        self.groups.sort(key=lambda group: stable_hash("watch", group["prompt"].question))
         # votes.jsonl above has all of a step's problems in short, this some of them with their texts
         for group in self.groups[:self.options["log_texts"]]:
             self.append("samples.jsonl", sample_record(step, group))
@@ -226,11 +225,11 @@ class Log(RunFolder):
             group["trained"] = {i for i, response in enumerate(responses) if response in trained}
             group["verdicts"] = grade(prompt, responses)
             group["flipped"] = None
-            if prompt.text in self.majorities:
-                pair = [self.majorities[prompt.text], group["verdicts"]["answer"]]
+            if prompt.question in self.majorities:
+                pair = [self.majorities[prompt.question], group["verdicts"]["answer"]]
                 group["flipped"] = len(set(prompt.classes(pair))) > 1
         for group in self.groups:  # only now: a fork may ask the same problem twice in a step
-            self.majorities[group["prompt"].text] = group["verdicts"]["answer"]
+            self.majorities[group["prompt"].question] = group["verdicts"]["answer"]
 
     def warn_once(self, kind: str, text: str) -> None:
         """Print a warning, each kind once in a run."""
@@ -291,16 +290,6 @@ def what_happened(lines: list[dict], options: dict) -> str:
             before = f"{first[metric]:.0%} before and " if untrained else ""
             scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
     text = f"On {name}{unseen} it is right {', '.join(scores)}.\n"
-    toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
-    if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has
-        known = {}
-        with (Path(__file__).parent.parent / "toy/results.csv").open(encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["toy"] == toy:
-                    known.setdefault(row["row"], []).append(float(row["test"]))
-        vote, prompt = mean(known["vote"]), mean(known["prompt"])
-        return text + (f"Without training the base model's vote of 16 is right on {vote:.0%} of them, its "
-                       f"best prompt on {prompt:.0%}.")
     votes = [metric for metric in first if metric.startswith(f"eval/{name}/maj@")]
     if votes and first["step"] == 0:  # the last is of all samples
         k = votes[-1].rpartition("@")[2]
@@ -355,7 +344,7 @@ def vote_record(group: dict) -> dict:
         taken = dict(zip(group["classes"], classes)).get(max(label, key=label.get))
         kind = "given" if not verdicts["known"] else "right" if taken in verdicts["right"] else "wrong"
     # an answer can be as long as a response, but only the majority's is needed whole: it is compared later
-    return dict(problem=prompt.text, answer=prompt.answer, n=len(classes),
+    return dict(problem=prompt.question, answer=prompt.answer, n=len(classes),
                 counts=[[group["responses"][classes.index(c)].answer[:40], votes] for c, votes in ranked],
                 majority=verdicts["answer"], flipped=group["flipped"], label=kind,
                 share=round(ranked[0][1] / len(classes), 4) if ranked else 0.0, trained=len(group["trained"]),
@@ -377,5 +366,5 @@ def sample_record(step: int, group: dict) -> dict:
             finished=r.finished, entropy=None if r.entropy is None else round(r.mean(r.entropy), 4)))
     label = {str(c): round(weight, 6) for c, weight in group["label"].items()}
     equal = [group["verdicts"]["gold"], *group["verdicts"]["classes"]]  # gold, then the answers
-    return dict(step=step, problem=prompt.text, gold=prompt.answer, equal=equal, label=label,
+    return dict(step=step, problem=prompt.question, gold=prompt.answer, equal=equal, label=label,
                 right=sorted(group["verdicts"]["right"]), negatives=group["negatives"], responses=rows)

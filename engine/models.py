@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from datetime import datetime
 from functools import partial
@@ -119,7 +118,6 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     if "strftime_now" in template:
         variables = dict(strftime_now=DATE.strftime) | variables
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
-    tokenizer.control = control_tokens(tokenizer) if chat else None
 
     # Gemma 3 1B: one less than its tokenizer has
     vocabulary = tokenizer.known_to_model = config.get_text_config().vocab_size
@@ -154,17 +152,6 @@ def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begin)
     except Exception:
         return ""
-
-
-def control_tokens(tokenizer) -> re.Pattern:
-    """What no text of the data may hold: special tokens, and those that the template puts around a turn."""
-    # what both share is around a turn; a block of thoughts that only one of them has is not
-    until_response = _render(tokenizer, CHAT[:1], begin=True)
-    before, _, _ = _render(tokenizer, CHAT).partition("forty-two")
-    around = os.path.commonprefix([until_response, before])
-    added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    control = [re.escape(token.content) for token in added if token.special or token.content in around]
-    return re.compile("|".join(control) or "(?!)")
 
 
 def end_of_turn(tokenizer) -> list[int]:

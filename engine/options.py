@@ -6,20 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import signal
 import sys
-import textwrap
 from functools import partial
 from importlib import util
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal
 
-import docstring_parser
 import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from engine.base import UserError
 from engine.ranks import print0, rank_and_ranks
@@ -210,7 +206,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
     read = partial(tyro.cli, args_class, description=describe(sys.modules[args_class.__module__]),
                    use_underscores=True)
-    args = read(registry=manual(toy, smollm2))
+    args = read()
     signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(read, args_class, args)
@@ -236,45 +232,6 @@ def describe(module) -> str:
     """What --help says of a script: the first paragraph of its docstring, and where the rest is."""
     first = " ".join(module.__doc__.partition("\n\n")[0].split())
     return f"{first}\n(What it computes, and commands: the top of {Path(module.__file__).name}.)"
-
-
-def documented(args_class: type) -> dict[str, str]:
-    """{option: its docstring, as one line}, a class's own before those that it inherits."""
-    texts = {}
-    for owner in args_class.__mro__[:-1]:
-        for option in docstring_parser.parse_from_object(owner).params:
-            texts.setdefault(option.arg_name, " ".join((option.description or "").split()))
-    return texts
-
-
-def manual(toy: dict, smollm2: dict) -> ConstructorRegistry:
-    """How tyro reads dataclasses: in the order of `documented`, with the defaults of the model that the
-    command line names behind the paper's. tyro by itself keeps the line ends of the source."""
-    named = re.search(r" --model[ =](\S+)", " ".join(sys.argv))
-    model = named[1] if named else ""
-    overrides, registry = defaults_of(model, toy, smollm2), ConstructorRegistry()
-
-    @registry.struct_rule
-    def read(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if not dataclasses.is_dataclass(info.type):
-            return None
-        instance = info.default if isinstance(info.default, info.type) else info.type()
-        texts, types, fields = documented(info.type), get_type_hints(info.type, include_extras=True), []
-        names = [field.name for field in dataclasses.fields(info.type)]
-        for name in sorted(names, key=[*texts, *names].index):
-            value = getattr(instance, name)
-            if value != (its_own := overrides.get(name, value)):
-                hint = f"(default: {shortened(value)}; {model or 'the toy'}'s: {shortened(its_own)})"
-                types[name] = Annotated[types[name], tyro.conf.arg(help_behavior_hint=hint)]
-            fields.append(StructFieldSpec(name, types[name], value, texts.get(name)))
-        return StructConstructorSpec(info.type, tuple(fields))
-
-    return registry
-
-
-def shortened(value) -> str:
-    """A default in --help."""
-    return textwrap.shorten(str(value), 60) or "empty"
 
 
 def parse_resumed(read, args_class: type, args):

@@ -10,19 +10,16 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from engine.base import UserError, enter, on_enter, place
+from engine.base import UserError
 from engine.options import SMOLLM2, TOY, parse
 from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
 
@@ -55,10 +52,6 @@ def start_processes(options: dict, train: bool = True,
                                 device_id=device if cuda else None)
         if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
-    if ranks > 1:
-        on_enter[:] = [partial(_get_default_store().set, f"phase {rank_and_ranks()[0]}")]
-        enter(place[0])
-        threading.Thread(target=watch, daemon=True).start()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads one of them
         if "expandable_segments:True" not in os.environ.get(name, "expandable_segments:True"):
             print0(f"Warning: {name} is exported without expandable_segments:True; micro-batches of many "
@@ -76,7 +69,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
-    rank, ranks = rank_and_ranks()
+    rank, _ = rank_and_ranks()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:
@@ -96,34 +89,14 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
                            "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
                            "--resume continues from the newest checkpoint.")
         get_error_handler().record_exception(error)  # for torchrun
-        logging.exception(f"An error in {place[0]}:")
-        try:
-            if distributed() and ranks > 1:
-                logging.error(phases())
-        finally:
-            leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
+        logging.exception("An error:")
+        leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
     if distributed():
         # Exit together: a rank that is torn down while another is still in a collective can crash it.
         all_gather(None)
         if "vllm" not in sys.modules:  # its groups, graphs and memory pools are left to the system
             dist.destroy_process_group()
         leave(0)
-
-
-def phases() -> str:
-    """In which phase each rank is, and since when: in a hang, whom the others wait for."""
-    told = _get_default_store().multi_get([f"phase {rank}" for rank in range(rank_and_ranks()[1])])
-    return f"Phases by rank: {b', '.join(told).decode()}"
-
-
-def watch(every: int = 600) -> None:
-    """A thread that prints where all ranks are when rank 0 has been in the same phase for so many seconds:
-    NCCL's timeout, which comes later, ends a process without Python."""
-    while True:
-        before = place[0]
-        time.sleep(every)
-        if place[0] == before and rank_and_ranks()[0] == 0:
-            logging.error(f"No new phase for {every} s. {phases()}")
 
 
 at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers

@@ -61,9 +61,6 @@ class RunFolder:
         elif files and not ("run.json" in files and files <= BEGINNING):
             cure = "" if script_name() == "evaluate" else ", or --resume if it holds a run"
             raise UserError(f"{wrong}which is not empty; give another folder{cure}.")
-        for path in out.rglob("*"):
-            if path.is_symlink():  # through which a stranger's folder could have a run write anywhere
-                raise UserError(wrong + f"which holds the link '{path.name}'; remove it.")
         out.mkdir(parents=True, exist_ok=True)
         self.lock = (out / "lock").open("a")
         try:  # the system lets go of it when this process dies, however it dies

@@ -5,24 +5,20 @@ The transformers model is for machines without vLLM, and faster than it for tiny
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from contextlib import nullcontext
 from itertools import chain, groupby, islice
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.distributed import DistError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine import vllm_cpu
-from engine.base import Request, Sample, UserError, first_line, stop_texts, timed
-from engine.ranks import all_gather, on_rank_0, print0, rank_and_ranks
-from engine.logprobs import PlainHead, head_logprobs
+from engine.base import Request, Sample, UserError, stop_texts, timed
+from engine.ranks import print0, rank_and_ranks
 from engine.models import is_fast, load_model
 
 # Entries of a config that is refused with vLLM on a GPU
@@ -46,82 +42,8 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
     else:
         sampler = HFSampler(path, stop_ids, device, dtype, machine.trust_remote_code)
-    vllm_for_training = machine.uses_vllm and policy  # evaluate.py checks vLLM once it has its weights
-    unknown_to_hf = not machine.uses_vllm and not sampler.pad_prompts  # no type that is known to be fast
-    if vllm_for_training or unknown_to_hf:
-        check_engine(sampler, machine, dtype == torch.float32, policy)
     torch.manual_seed(seed)  # building a vLLM engine re-seeds the process
     return sampler
-
-
-def check_engine(sampler, machine, exact: bool, policy=None) -> None:
-    """Let the sampler make a few tokens and compare its log-probs with the policy's, whose weights it takes
-    first, or with its own model's. Raises UserError if it fails, or if they differ.
-
-    exact: they are float32, of which none may differ by more than MAX_LOGP_DIFF."""
-    model = policy.model if policy else sampler.model
-    name, other = ("vLLM", "hf") if machine.uses_vllm else ("--sampler hf", "vllm")
-    kind = f"--model, which is of the type {model.config.model_type}; give --sampler {other}"
-    try:  # the ranks gather weights meanwhile: one that fails must end, as the others wait for it
-        if policy:
-            sampler.sleep()
-            sampler.load(policy.named_tensors())
-        probe = sample_probe(sampler, probe_requests(model))
-    except Exception as error:
-        if of_the_machine(error):
-            raise
-        logging.exception(f"{name}'s own error:")
-        raise UserError(f"{name} does not run {kind}. It says: {type(error).__name__} "
-                        f"{first_line(error)}") from None
-    responses, logprobs = all_gather(probe)[0]
-    if policy:
-        own = torch.cat([logp_T for logp_T, _ in policy.score(responses, 1.0)])
-    else:
-        own = on_rank_0(lambda: eager_logprobs(model, responses))[0]  # evaluate.py puts weights there alone
-    difference = (logprobs - own).abs()
-    largest = MAX_LOGP_DIFF if exact else torch.inf
-    average = 0.5 if machine.uses_vllm else 0.05  # vLLM's kernels round otherwise, transformers' alike
-    if not difference.max() <= largest or difference.mean() > average:  # NaN, too
-        raise UserError(f"{name} computes log-probs up to {float(difference.max()):.2g} off those of the "
-                        f"trainer for {kind}.")
-
-
-def of_the_machine(error: Exception) -> bool:
-    """Whether memory, a disk, the network or the install failed, so that another sampler is no cure."""
-    kinds = (torch.OutOfMemoryError, torch.AcceleratorError, DistError, MemoryError, OSError, ImportError)
-    return isinstance(error, kinds) or "NCCL" in str(error)
-
-
-def probe_requests(model) -> list[Request]:
-    """A few tokens behind two short prompts that begin alike. Rows of the longer one end at other times,
-    which a cache must survive. Tokens are from the middle of the vocabulary: its ends are special ones."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(vocabulary // 2 + 5 * i) % vocabulary for i in range(7)]
-    return [Request(ids[:3], 2, 0, 2), Request(ids, 2, 1, 6), Request(ids, 2, 1, 3)]
-
-
-def sample_probe(sampler, requests: list[Request]) -> tuple[list, torch.Tensor]:
-    """(responses that the sampler makes, as a policy takes them; its log-probs of their tokens [T])."""
-    responses, logprobs = [], []
-    for request, group in zip(requests, sampler.generate(requests, 1.0)):
-        for response_ids, logp_T, _ in group:
-            responses.append(SimpleNamespace(
-                prompt_ids=request.prompt_ids, response_ids=response_ids, length=len(response_ids), mask=None,
-                advantage=0.0, old_logp=None, ref_logp=None))
-            logprobs.append(logp_T)
-    return responses, torch.cat(logprobs)
-
-
-@torch.no_grad()
-def eager_logprobs(model, responses: list) -> torch.Tensor:
-    """[2, T] the model's own log-probs and entropies of the responses' tokens. Raises UserError for NaN."""
-    model.set_attn_implementation("eager")
-    head = PlainHead(model)
-    own = torch.cat([torch.stack(head_logprobs(head, [r], model.device)).cpu() for r in responses], 1)
-    vars(model.get_output_embeddings()).pop("forward", None)  # PlainHead's: a sampler goes on with this model
-    if not own.isfinite().all():
-        raise UserError("--model gives tokens the probability NaN: it holds NaN or infinite weights.")
-    return own
 
 
 # ------------------------------------------------------ vLLM -----------------------------------------------
@@ -172,14 +94,6 @@ class VLLMSampler:
                     trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
                     tensor_parallel_size=machine.tensor_parallel,
                     **vllm_options(machine, max_length, self.cuda))
-        except Exception as error:
-            if of_the_machine(error):
-                raise
-            logging.exception("vLLM's own error:")
-            text = " ".join(str(error).replace("gpu_memory_utilization", "--gpu_memory").split())
-            kind = self.model.config.model_type
-            raise UserError(f"vLLM does not start with --model, which is of the type {kind}; give --sampler "
-                            f"hf. It says: {text[:200]}") from None
         finally:
             for kind, original_init in original_inits.items():
                 if kind.__init__ is not original_init:

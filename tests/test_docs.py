@@ -38,19 +38,6 @@ def test_the_commands_of_a_docstring_parse(name, monkeypatch):
         assert (args.run_args() if name == "evaluate" else args).errors() == [], flags
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "evaluate"])
-def test_help_begins_with_the_scripts_own_options(name, capsys, monkeypatch):
-    module = load_script(name)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit):
-        parse(module.Args, **launched_with(module))
-    lines = capsys.readouterr().out.splitlines()
-    flags = [line[2:].split()[0].rstrip(",") for line in lines if re.match(". --[a-z]", line)]
-    fields = module.Args.__dataclass_fields__
-    own = [f"--{option}" for option in module.Args.__annotations__ if option in fields]
-    assert flags[:len(own)] == own
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_preset_is_what_the_script_evaluates_with(script):
     args, preset = load_script(script).Args(), evaluate.PRESETS[script]

@@ -275,17 +275,6 @@ def test_a_run_with_other_content_under_the_same_names_is_refused(
     assert Path("run/run.json").read_bytes() == before  # so it is refused again
 
 
-@pytest.mark.parametrize("name", ["link.jsonl", "checkpoints/step_00000005"])
-def test_a_link_in_a_strangers_folder_is_refused(tmp_path, interrupted, name):
-    out, victim = tmp_path / "run", tmp_path / "victim"
-    shutil.copytree(interrupted, out)
-    victim.write_text("mine")
-    (out / name).symlink_to(victim)
-    with pytest.raises(UserError, match="holds the link"):
-        run_toy(ttrl, out, **STEPS, resume=True)
-    assert victim.read_text() == "mine"
-
-
 def test_a_strangers_checkpoint_cannot_execute_code(tmp_path, interrupted):
     """Files that would, wherever torch's own checkpoints are unpickled from, with their sizes."""
     out, executed = tmp_path / "run", tmp_path / "executed"

@@ -17,7 +17,7 @@ import ttrl
 from engine import options, process
 from engine.base import UserError, timed
 from engine.logprobs import packed_attention
-from engine.samplers import HFSampler, VLLMSampler, check_engine, vllm_options
+from engine.samplers import HFSampler, vllm_options
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
 @contextlib.contextmanager
@@ -126,20 +126,6 @@ def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
 
 
 # -------------------------------------------- what fails, and what hangs -----------------------------------
-@pytest.mark.parametrize("error", [OSError("No space left"), RuntimeError("NCCL error"), KeyError("x")])
-@pytest.mark.parametrize("place", ["vllm.LLM", "engine.samplers.sample_probe"])
-def test_only_a_fault_of_the_model_is_called_one_and_shows_its_traceback(monkeypatch, caplog, place, error):
-    """--sampler hf, which the refusal names, cures no broken machine and is eight times slower."""
-    monkeypatch.setattr(place, mock.Mock(side_effect=error))
-    machine = options.Machine(sampler="vllm")
-    with pytest.raises(UserError if error.args == ("x",) else type(error)) as raised:
-        if place == "vllm.LLM":
-            VLLMSampler(options.TOY_MODEL, [2], torch.device("cuda"), torch.bfloat16, 1, machine, 448)
-        else:
-            check_engine(HFSampler(options.TOY_MODEL, [2], "cpu", torch.float32), machine, True)
-    assert ("KeyError: 'x'" in caplog.text and "Traceback" in caplog.text) == (raised.type is UserError)
-
-
 def test_an_error_in_a_step_is_recorded_printed_and_ends_the_rank_at_once(monkeypatch, caplog, tmp_path):
     """Without Python's exit, which would free the memory of a sleeping vLLM, while the other ranks wait."""
     def step(args):
@@ -151,9 +137,8 @@ def test_an_error_in_a_step_is_recorded_printed_and_ends_the_rank_at_once(monkey
     monkeypatch.setattr("sys.argv", ["ttrl.py"])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     process.launch(step, ttrl.Args)
-    process.place[0] = "no phase"
     assert left.mock_calls[0] == mock.call(1) and "OutOfMemoryError" in (tmp_path / "error").read_text()
-    for words in ("An error in update since ", "in step", "CUDA out of memory", "smaller --micro_tokens"):
+    for words in ("An error:", "in step", "CUDA out of memory", "smaller --micro_tokens"):
         assert words in caplog.text
 
 

@@ -188,7 +188,6 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
     assert done.returncode == 1
     for frame in ("in main", "in majority_reward", "torch.ones(3)", "RuntimeError: The size of"):
         assert frame in done.stderr and frame in (tmp_path / "run/rank_1.log").read_text()
-    assert "Phases by rank: " in done.stderr
 
 
 def test_a_run_that_learned_nothing_says_so(tmp_path, capsys):

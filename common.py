@@ -54,15 +54,22 @@ class Problem:
     prompt_ids: list[int] = field(default_factory=list)
     also_right: list[str] = field(default_factory=list)  # other gold answers
     row: dict = field(default_factory=dict, repr=False)  # the data set's, for methods that need other columns
-    answer_keys: Callable | None = None  # n answers -> n keys, equal for equal answers; None: mathematics
 
-    def classes(self, answers: list[str | None]) -> list[int | None]:
+    # A task of your own is a subclass with another `read` or `keys`, given to `start`.
+    def read(self, text: str, end_of_prompt: str = "") -> str | None:
+        """The answer in a response, or None."""
+        return extract_answer(text, self.choices, end_of_prompt)
+
+    keys = None  # a static method, n answers -> n keys, equal for equal answers; None: mathematics
+
+    @classmethod
+    def classes(cls, answers: list[str | None]) -> list[int | None]:
         """[n] equal answers have equal classes, numbered as they appear; None (no answer) stays None."""
-        return equivalence_classes(answers, self.answer_keys)
+        return equivalence_classes(answers, cls.keys)
 
     def is_right(self, answer: str | None) -> bool:
         """Whether it is the gold answer; False without one."""
-        return any(answers_equal(answer, gold, self.answer_keys) for gold in [self.answer, *self.also_right])
+        return any(answers_equal(answer, gold, self.keys) for gold in [self.answer, *self.also_right])
 
 
 @dataclass(eq=False)
@@ -195,8 +202,7 @@ class Args:
 
 
 def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the same on all ranks
-          answer_keys: Callable | None = None,  # another equality of answers: see Problem
-          read_answer: Callable | None = None,  # (text, problem) -> the answer in a response, or None
+          problem: type = Problem,              # its subclass, for another task
           generate: Callable | None = None,     # (run, work, temperature, **options), as common.generate
           adapt: Callable | None = None) -> Run:  # (policy), before sharding: examples/lora.diff
     """Refuse bad flags, model and data, then load weights. train: False to evaluate."""
@@ -208,9 +214,9 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     rows, rows_of = data.read_data(args, tokenizer, train)  # of --dataset, and of each benchmark
     if machine.show_prompt:
         data.print_prompts(args, tokenizer, rows, rows_of)  # and exit
-    problems, benchmarks = [Problem(**row._asdict(), answer_keys=answer_keys) for row in rows], {}
+    problems, benchmarks = [problem(**row._asdict()) for row in rows], {}
     for name, part in rows_of.items():
-        benchmarks[name] = [Problem(**row._asdict(), answer_keys=answer_keys) for row in part]
+        benchmarks[name] = [problem(**row._asdict()) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
     identity, options = data.digests(rows, rows_of, stop_ids), options_dict(args)
     device, dtype = start_processes(options, train, small=args.model in TOYS)
@@ -227,7 +233,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     return Run(
         args=args, tokenizer=tokenizer, problems=problems, benchmarks=benchmarks, total_steps=total_steps,
         policy=policy, reference=reference, sampler=sampler, log=log, stop=StopSignal(log.path, done),
-        device=device, dtype=dtype, answer_keys=answer_keys, read_answer=read_answer, generate=generate)
+        device=device, dtype=dtype, problem=problem, generate=generate)
 
 
 # ------------------------------------------------------ sampling --------------------------------------------
@@ -298,10 +304,7 @@ def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
         last = added.get(r.response_ids[-1]) if r.finished and r.response_ids else None
         ids = r.response_ids[:-1] if last and last.special else r.response_ids
         end_of_prompt, r.text = run.tokenizer.batch_decode([r.prompt_ids[-16:], ids])
-        if run.read_answer:
-            r.answer = run.read_answer(r.text, problem)
-        else:
-            r.answer = extract_answer(r.text, problem.choices, end_of_prompt)
+        r.answer = problem.read(r.text, end_of_prompt)
 
 
 # ------------------------------------------------------- votes ----------------------------------------------

@@ -287,7 +287,7 @@ def write_questions(run, step: int, args: Args) -> tuple[list[Rollout], list[Pro
         prompt_ids = encode_prompt(run.tokenizer, text, args.prompt, args.max_prompt_tokens)
         if prompt_ids:  # else too long
             rollout.kept = keep_question(text) or not args.filter
-            problems.append(Problem(text, id=i, prompt_ids=prompt_ids, answer_keys=run.answer_keys))
+            problems.append(run.problem(text, id=i, prompt_ids=prompt_ids))
     return questions, problems
 
 
@@ -300,11 +300,9 @@ def judge_question(question: Rollout, responses: list[Rollout], classes: list[in
     return rewards * question.kept
 
 
-def reward_questions(questions: list[Rollout], args: Args, answer_keys=None) -> dict[str, float]:
-    """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10.
-
-    answer_keys: the task's equality of answers, see Problem."""
-    labels = Problem("", answer_keys=answer_keys).classes([q.label for q in questions])
+def reward_questions(questions: list[Rollout], args: Args, problem: type = Problem) -> dict[str, float]:
+    """Set the questions' advantages from their three rewards; returns metrics. Algorithm 1, steps 7 to 10."""
+    labels = problem.classes([q.label for q in questions])
     r_q = torch.tensor([question_reward(q.p, args.tau) * q.kept for q in questions])  # filtered: 0
     r_dq = (question_diversity([q.tokens for q in questions])
             * torch.tensor([bool(q.tokens) for q in questions]))  # no question: 0
@@ -366,7 +364,7 @@ def main(args: Args) -> None:
                 responses[i].advantage = float(advantages_N[i])
                 responses[i].is_question = False
                 train.append(responses[i])
-        question_metrics = reward_questions(questions, args, run.answer_keys) if questions else {}
+        question_metrics = reward_questions(questions, args, run.problem) if questions else {}
         usable = any(question.kept and question.label is not None for question in questions)
         # not one usable question: diversity alone would reward noise, so there is no update (ours)
         train = questions + train if usable or not questions else []

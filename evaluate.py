@@ -109,7 +109,7 @@ class Args(Shared):
 def main(args: Args, **task) -> dict[str, dict[str, float]]:
     """Scores by benchmark, and of several the mean of their pass@1, as "mean".
 
-    task: what a script of one's own gives common.start: answer_keys, read_answer, generate."""
+    task: what a script of one's own gives common.start: problem, generate."""
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)

@@ -32,7 +32,7 @@ def few_answers(responses: list) -> str:
     if len(examples) <= len(responses) / 2:
         return ""
     answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
-    return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where read_answer finds it) "
+    return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where its task finds it) "
             f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small models need "
             "worked examples, as in examples/prompts/few_shot.txt, long responses a larger --max_new_tokens. "
             f"One ends: {examples[0].text[-200:]!r}")

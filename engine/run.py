@@ -36,8 +36,7 @@ class Run:
     stop: StopSignal
     device: torch.device
     dtype: torch.dtype
-    answer_keys: Callable | None
-    read_answer: Callable | None
+    problem: type  # common.Problem, or a task's own
     generate: Callable | None
     state: dict = field(default_factory=dict)  # what a script wants checkpoints to keep, as JSON
     sampled: set = field(default_factory=set)  # (step, prompt.id) of what this step has sampled

@@ -493,7 +493,7 @@ def test_thinking_tags_that_are_special_tokens_are_seen():
     import common
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy")
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
-    run = SimpleNamespace(tokenizer=tokenizer, read_answer=None)
+    run = SimpleNamespace(tokenizer=tokenizer)
     for prompt, text, finished, answer in [
             ("Q", r"<think> try \boxed{3} </think> so no box", True, None),
             ("Q", r"<think> try \boxed{3} </think> \boxed{4}", True, "4"),
@@ -516,7 +516,7 @@ def test_single_tokens_without_a_log_prob_are_counted_and_many_end_the_run(inval
     logp[:invalid] = torch.nan
     tokenizer = SimpleNamespace(added_tokens_decoder={}, batch_decode=lambda ids, **options: ["", ""])
     sampler = SimpleNamespace(generate=lambda *given, **options: [[([5] * 200, logp, True)]])
-    run = SimpleNamespace(args=common.Args(model="M"), tokenizer=tokenizer, sampler=sampler, read_answer=None,
+    run = SimpleNamespace(args=common.Args(model="M"), tokenizer=tokenizer, sampler=sampler,
                           dtype=torch.float32, log=SimpleNamespace(first_diff=0))
     work = [(common.Problem("Q"), Request([1], 1, 0, 200))]
     if ends:

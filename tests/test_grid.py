@@ -56,7 +56,8 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
         agreed = MAJORITIES[problem.question][1][step]
         return agreed and ("0" if i < 2 else agreed)
 
-    monkeypatch.setattr(common, "start", functools.partial(common.start, read_answer=answer))
+    own = type("Own", (common.Problem,), dict(read=lambda self, text, end: answer(text, self)))
+    monkeypatch.setattr(common, "start", functools.partial(common.start, problem=own))
     lines = run_toy(ttrl, tmp_path / "run", steps=4, dataset=str(data), max_new_tokens=4)
     # step 2: none; step 3: a, b and c of four; step 4: b and c
     assert [line.get("flip_rate") for line in lines] == [None, 0, 0.75, 0.5]

@@ -68,7 +68,13 @@ def parity(answers: list[str]) -> list[int]:
 
 def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     """Odd equals odd: three of four responses are right (three of ten as numbers); two answers are left."""
-    task = dict(answer_keys=parity, read_answer=last_digit)
+    class Parity(Problem):
+        keys = staticmethod(parity)
+
+        def read(self, text, end_of_prompt=""):
+            return last_digit(text, self)
+
+    task = dict(problem=Parity)
     monkeypatch.setattr(common, "start", functools.partial(common.start, **task))
     data = tmp_path / "few.jsonl"
     data.write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:64]))
@@ -88,10 +94,13 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
 
 
 def test_no_answer_and_no_gold_under_other_keys():
-    problem = Problem("p", "Paris", answer_keys=lambda given: [answer.lower() for answer in given])
+    class Word(Problem):
+        keys = staticmethod(lambda given: [answer.lower() for answer in given])
+
+    problem = Word("p", "Paris")
     assert problem.classes([None, "PARIS", "Rome", "paris"]) == [None, 0, 1, 0]
     assert problem.is_right("pARIS") and not problem.is_right(None)
-    assert not Problem("p", answer_keys=problem.answer_keys).is_right("Paris")
+    assert not Word("p").is_right("Paris")
 
 
 # ------------------------------------------------ own sampling -------------------------------------------

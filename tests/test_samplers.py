@@ -157,7 +157,7 @@ def test_a_text_or_a_special_token_ends_a_response_with_the_token_that_completes
     """The toy, with a norm that makes every token likely."""
     def sampled(**stop):
         run = SimpleNamespace(args=args, sampler=sampler, tokenizer=TOKENIZER, sampled=set(),
-                              log=SimpleNamespace(sampled_tokens=0), read_answer=None, generate=None)
+                              log=SimpleNamespace(sampled_tokens=0), generate=None)
         return flat(common.sample(run, 1, problems, 16, **stop))
 
     args, ends = common.Args(max_new_tokens=100), re.compile("|".join(map(re.escape, stop)))

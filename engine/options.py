@@ -10,9 +10,11 @@ import signal
 import sys
 from functools import partial
 from importlib import util
+from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import docstring_parser
 import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
@@ -202,6 +204,7 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
         raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
                         "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
+    document(args_class)
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
     read = partial(tyro.cli, args_class, description=describe(sys.modules[args_class.__module__]),
@@ -226,6 +229,18 @@ def defaults_of(model: str, toy: dict = TOY, smollm2: dict = SMOLLM2) -> dict:
     if model == "smollm2":
         return toy | smollm2
     return {}
+
+
+def document(args_class: type) -> None:
+    """For --help: a class's own options before those that it inherits, and each docstring as one line; tyro
+    would keep the line ends of the source."""
+    for owner in (*args_class.__mro__[:-1], *Machine.__mro__[:-1]):
+        fields = owner.__dataclass_fields__
+        for option in docstring_parser.parse_from_object(owner).params:
+            if option.arg_name in fields and option.description:
+                fields[option.arg_name].metadata = dict(help=" ".join(option.description.split()))
+    fields = args_class.__dataclass_fields__
+    args_class.__dataclass_fields__ = {name: fields[name] for name in get_annotations(args_class)} | fields
 
 
 def describe(module) -> str:

@@ -21,6 +21,7 @@ import torch
 import tyro
 from tqdm import tqdm
 from answers import classes as equivalence_classes, equal as answers_equal, extract_answer
+from answers import majority as majority  # the most frequent class
 from engine.base import Request, UserError, stable_hash, stop_texts, timed
 from engine.checkpoint import steps_done
 from engine.log import Log
@@ -34,7 +35,6 @@ from engine.run import Run
 
 # What a script calls as common.NAME, though it stands in engine/:
 from engine.base import timed_loop as timed_loop  # the items; the time spent on them is logged
-from engine.metrics import majority as majority  # the most frequent class
 from engine.options import SMOLLM2 as SMOLLM2, TOY as TOY  # what replaces defaults for a built-in model
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf  # types of options, with ranges
 from engine.options import Finite as Finite, Positive, PositiveShare, Share
@@ -248,8 +248,9 @@ def next_prompts(args: Args, problems: list[Problem], batch: int) -> list[Proble
 
 @timed("sample")
 def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int] | None = None,
-           stop: list[str] = ()) -> list[list[Rollout]]:
-    """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts.
+           stop: list[str] = (), gather: bool = True) -> list[list[Rollout]]:
+    """n responses to every prompt, with text and answer, on all ranks; the ranks share the prompts. Without
+    gather each rank has prompts of its own.
 
     Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt (less if a fork
     made it longer). stop: texts, or special tokens, that end a response (kept at its end). Raises ValueError
@@ -268,6 +269,8 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
     def sample_share(mine):
         return (run.generate or generate)(run, mine, args.temperature, **options)
 
+    if not gather:
+        return sample_share(work)
     # a fork's own function gets all n responses of a prompt at once
     groups = on_all_engines(sample_share, work, n, args.machine.tensor_parallel, split=not run.generate)
     run.log.sampled_tokens += sum(len(response.response_ids) for group in groups for response in group)
@@ -337,12 +340,16 @@ def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | 
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
         print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
-        for problem, responses in zip(part, sample(run, 0, part, args.votes)):
+        mine, counted = share_of_rank(part, args.machine.tensor_parallel), []
+        for problem, responses in zip(mine, sample(run, 0, mine, args.votes, gather=False)):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
             answer = responses[classes.index(winner)].answer  # None if there is none
-            votes[problem.id] = answer, 0 if winner is None else classes.count(winner)
-            run.log.append(file, dict(flags=flags, id=problem.id, answer=answer, votes=votes[problem.id][1]))
+            counted.append((answer, 0 if winner is None else classes.count(winner)))
+        # the ranks share votes: the responses' tokens would take gigabytes on each of them
+        for problem, (answer, count) in zip(part, gather_shares(counted, args.machine.tensor_parallel)):
+            votes[problem.id] = answer, count
+            run.log.append(file, dict(flags=flags, id=problem.id, answer=answer, votes=count))
     run.sampler.sleep()
     return votes
 

@@ -7,6 +7,7 @@ which others are present. Numbers are equal if they are exactly equal: 0.5 is \f
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
@@ -35,6 +36,12 @@ def classes(answers: list[str | None], answer_keys: Callable | None = None) -> l
     keys = answer_keys(given) if given and answer_keys else map(key, given)
     key_of, numbers = dict(zip(given, keys, strict=True)), {}
     return [None if a is None else numbers.setdefault(key_of[a], len(numbers)) for a in answers]
+
+
+def majority(classes: list[int | None]) -> int | None:
+    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
+    counts = Counter(c for c in classes if c is not None)
+    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 
 def equal(a: str | None, b: str | None, answer_keys: Callable | None = None) -> bool:

@@ -244,7 +244,7 @@ class Log(RunFolder):
             self.warn_once("few answers", f"step {step}: {advice}")
 
     def finish(self) -> None:
-        """Close what is open; say what happened, print a table of it, and what to open next.
+        """Close what is open; print the evaluations and what to open next.
 
         Raises UserError if no optimizer step was taken, since all were skipped."""
         self.bar.close()
@@ -257,11 +257,7 @@ class Log(RunFolder):
                             f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
         card = model_card(self.options, self.changed, self.history)
         on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
-        model = told(self.options["model"]) or "toy"
-        data = told(self.options["dataset"]) or "its own questions"
-        print0(f"\n{script_name()}.py trained {model} for {len(steps)} steps on {data} (--labels "
-               f"{self.options['labels']}).\n{what_happened(self.history, self.options)}\n"
-               f"{evaluation_table(self.history)}")
+        print0(evaluation_table(self.history))
         if skipped:
             print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
         idle = [line for line in steps if line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3]
@@ -269,33 +265,7 @@ class Log(RunFolder):
             print0("Warning: all advantages were 0, since the rewards of a prompt were equal in every step: "
                    "nothing was learned.")
         print0(f"\nFinal model: {self.path / 'final'}\n"
-               f"The votes on one page: python -m tools.report {self.path}\n"
-               "A change of your own: docs/fork.md")
-
-
-def what_happened(lines: list[dict], options: dict) -> str:
-    """From where to where the accuracy went, on problems that were not trained on if there are any, beside
-    what the base model can do without training; empty without an evaluation. lines: of metrics.jsonl."""
-    evaluated, data = [line for line in lines if has_evaluation(line)], options.get("dataset", "")
-    names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
-    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", data)))
-    if not names:
-        return ""
-    name, first, last = names[0], evaluated[0], evaluated[-1]
-    unseen = ", which it was not trained on," if "test" in name and name != data else ""
-    scores = []
-    for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
-        if metric in last:
-            untrained = first is not last and first["step"] == 0 and metric in first
-            before = f"{first[metric]:.0%} before and " if untrained else ""
-            scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
-    text = f"On {name}{unseen} it is right {', '.join(scores)}.\n"
-    votes = [metric for metric in first if metric.startswith(f"eval/{name}/maj@")]
-    if votes and first["step"] == 0:  # the last is of all samples
-        k = votes[-1].rpartition("@")[2]
-        text += (f"Without training the base model's vote of {k} (maj@{k}) is right on "
-                 f"{first[votes[-1]]:.0%}; another prompt was not tried.")
-    return text.rstrip()
+               f"The votes on one page: python -m tools.report {self.path}")
 
 
 def evaluation_table(history: list[dict]) -> str:

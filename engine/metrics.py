@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from statistics import stdev
 
+from answers import majority
 from engine.base import stable_hash
 
 
@@ -14,12 +15,6 @@ def mean(values) -> float:
     """The mean of any numbers; 0 if there are none."""
     values = list(values)
     return sum(values) / max(len(values), 1)
-
-
-def majority(classes: list[int | None]) -> int | None:
-    """The most frequent class, TTRL Eq. 4: the first seen if several are; None (no answer) never votes."""
-    counts = Counter(c for c in classes if c is not None)
-    return max(counts, key=counts.get) if counts else None  # max keeps the first of equals
 
 
 def few_answers(responses: list) -> str:

@@ -334,11 +334,11 @@ class Watched:
                 length = max(1, len(ids) - i % 5 * 3)
                 group[i] = Sample(ids[:length], logprobs[:length], finished and length == len(ids))
 
-    def _will_sample(self, run, step, prompts, n, limits=None, stop=()) -> None:
+    def _will_sample(self, run, step, prompts, n, limits=None, stop=(), gather=True) -> None:
         self.step = step
         self.weights.setdefault(step, self.policy_weights())
 
-    def _sampled(self, groups, run, step, prompts, n, limits=None, stop=()) -> None:
+    def _sampled(self, groups, run, step, prompts, n, limits=None, stop=(), gather=True) -> None:
         tokens = []
         for group in groups:
             tokens.append([list(r.response_ids) for r in group])

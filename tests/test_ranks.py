@@ -45,9 +45,12 @@ sample = common.sample
 
 def recorded(run, step, prompts, n, *options, **stop):
     groups = sample(run, step, prompts, n, *options, **stop)
+    everywhere = groups
+    if "gather" in stop:  # RESTRAIN's initial votes
+        everywhere = common.gather_shares(groups, run.args.machine.tensor_parallel)
     if run.log.rank == 0:
         with open(str(run.log.path) + ".tokens", "a") as file:
-            for response in sum(groups, []):
+            for response in sum(everywhere, []):
                 file.write(json.dumps(dict(step=step, tokens=response.response_ids)) + chr(10))
     return groups
 

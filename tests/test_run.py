@@ -57,7 +57,7 @@ def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
 # ----------------------------------------------- the initial votes -----------------------------------------
 def test_initial_votes_count_equal_answers(monkeypatch):
     group = [common.Rollout([1], [2], torch.zeros(1), True, answer=a) for a in ("3", "7", None, "3.0")]
-    monkeypatch.setattr(common, "sample", lambda *_: [group])
+    monkeypatch.setattr(common, "sample", lambda *_, **__: [group])
     run = mock.MagicMock(args=common.Args(), problems=[common.Problem("p", id=0)])
     run.log.lines.return_value = []
     assert common.initial_votes(run) == {0: ("3", 2)}
@@ -79,9 +79,9 @@ def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # before the loop, it ends at once
     asked, sample = [], common.sample
 
-    def counted(run, step, prompts, n):
+    def counted(run, step, prompts, n, gather):
         asked.extend(prompt.id for prompt in prompts)
-        return sample(run, step, prompts, n)
+        return sample(run, step, prompts, n, gather=gather)
 
     monkeypatch.setattr(common, "sample", counted)
     assert common.initial_votes(run, prompts_per_call=2) == stored  # those of the uninterrupted pass

@@ -9,16 +9,18 @@ holds stays text: the page's script builds its elements from data and never from
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import re
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
+from statistics import mean
 
 from engine.base import UserError
-from engine.log import what_happened
-from engine.run_folder import read_jsonl, read_metrics
+from engine.run_folder import has_evaluation, read_jsonl, read_metrics
 
 OPTIMIZER = "loss kl grad_norm clip_fraction logp_diff_max prompt_weight lr skipped_updates".split()
 # Logged, too, but not drawn; nor are these groups. A fork's own metrics are.
@@ -27,8 +29,9 @@ HIDDEN = """step logp_diff_mean logp_nan truncated answered batch_pass@1 entropy
     question_entropy question_length peak_memory_gib""".split()
 GROUPS = ("eval/", "seconds/", "tokens_per_second/", "agreeing/")
 OPTIONS = "model dataset votes train_samples lr temperature seed".split()
-TEMPLATE = Path(__file__).parent / "templates/report.html"
-METRICS = Path(__file__).parent.parent / "docs/metrics.md"
+ROOT = Path(__file__).parent.parent
+TEMPLATE = ROOT / "tools/templates/report.html"
+METRICS = ROOT / "docs/metrics.md"
 
 
 def vote_of(record: dict) -> dict:
@@ -71,9 +74,43 @@ def fates(votes: list[dict]) -> dict[str, float]:
     return shares | (dict(flip_rate=sum(flips) / len(flips)) if flips else {})
 
 
+def what_happened(lines: list[dict], options: dict) -> str:
+    """From where to where the accuracy went, on problems that were not trained on if there are any, beside
+    what the base model can do without training; empty without an evaluation. lines: of metrics.jsonl."""
+    evaluated, data = [line for line in lines if has_evaluation(line)], options.get("dataset", "")
+    names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
+    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", data)))
+    if not names:
+        return ""
+    name, first, last = names[0], evaluated[0], evaluated[-1]
+    unseen = ", which it was not trained on," if "test" in name and name != data else ""
+    scores = []
+    for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
+        if metric in last:
+            untrained = first is not last and first["step"] == 0 and metric in first
+            before = f"{first[metric]:.0%} before and " if untrained else ""
+            scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
+    text = f"On {name}{unseen} it is right {', '.join(scores)}. "
+    toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
+    if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has
+        known = {}
+        with (ROOT / "toy/results.csv").open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["toy"] == toy:
+                    known.setdefault(row["row"], []).append(float(row["test"]))
+        return text + (f"Without training the base model's vote of 16 is right on {mean(known['vote']):.0%} of "
+                       f"them, its best prompt on {mean(known['prompt']):.0%}.")
+    votes = [metric for metric in first if metric.startswith(f"eval/{name}/maj@")]
+    if votes and first["step"] == 0:  # the last is of all samples
+        k = votes[-1].rpartition("@")[2]
+        text += (f"Without training the base model's vote of {k} (maj@{k}) is right on "
+                 f"{first[votes[-1]]:.0%}; another prompt was not tried.")
+    return text.strip()
+
+
 def told(lines: list[dict], fates: dict[str, float], options: dict) -> str:
     """What happened, in sentences made of the run's own numbers."""
-    text = what_happened(lines, options).replace("\n", " ")
+    text = what_happened(lines, options)
     if "learned" in fates:
         text += (f" Majorities in training, first and last: {fates['corrupted']:.0%} of the problems were "
                  f"corrupted (right, then wrong), {fates['learned']:.0%} learned (wrong, then right), "
@@ -163,12 +200,13 @@ def page_data(folder: Path) -> dict:
                 explained=explained([name for drawn in curves.values() for name in drawn]))
 
 
-def write_report(folder: Path, out: Path) -> None:
-    """Write the page of a run. Raises UserError if it is no run, OSError if `out` cannot be written."""
+def write_report(folder: Path, out: Path) -> str:
+    """Write the page of a run; returns its first sentences. Raises UserError if it is no run, OSError if `out` cannot be written."""
     data = page_data(folder)
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", text)
     out.write_text(page, encoding="utf-8", errors="replace")  # a response may hold half a surrogate pair
+    return data["run"]["told"]
 
 
 def main() -> None:
@@ -179,8 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     out = options.out or options.run / "report.html"
     try:
-        write_report(options.run, out)
-        print(out)
+        print(f"{textwrap.fill(write_report(options.run, out), 100)}\n{out}")
     except (UserError, OSError) as error:
         sys.exit(f"Error: {error}")
 

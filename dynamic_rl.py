@@ -113,11 +113,12 @@ class Args(common.Args):
     """Top-k of evaluation: 20, with temperature 0.6 and top-p 0.95 (section 3.1)."""
 
     def errors(self):
+        bad = super().errors()
         of_questions = self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da
         if not any(of_questions) and not self.lambda_s:
-            return ["--lambda_q, --lambda_dq, --lambda_da and --lambda_s are all 0 or off, but one must be "
-                    "larger: else every advantage is 0."]
-        return super().errors()
+            bad.append("--lambda_q, --lambda_dq, --lambda_da and --lambda_s are all 0 or off, but one must be "
+                       "larger: else every advantage is 0.")
+        return bad
 
     def own_prompts(self, tokenizer):
         return {"z_0 (--question_prompt)": encode_alone(tokenizer, self.question_prompt, self.prompt)}

@@ -15,8 +15,9 @@ was of it; weights from the policy would grow with its own overconfidence.
     prompt     u    = g(c_ref / n),  c_ref = votes for the base model's majority answer             (Eq. 5)
     loss       u (sum_j w_j mean_i mean_t  -min(ratio A_ij, clip(ratio) A_ij) + kl_coef KL_t)       (Eq. 6, 7)
 
-(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. The paper's other numbers: KL
-coefficient 0.001, entropy bonus 0, sampling temperature 1 (D.2). It does not give its clip epsilon.)
+(Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. Its ratio is one per response; ours
+is one per token, as in GRPO (docs/readings.md). The paper's other numbers: KL coefficient 0.001, entropy
+bonus 0, sampling temperature 1 (D.2). It does not give its clip epsilon.)
 One pass serves all labels. With clip = clip(ratio), min(ratio A, clip A) is A min(ratio, clip) if A >= 0, and
 A max(ratio, clip) if A < 0. So with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0), exactly:
     sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip)
@@ -71,10 +72,24 @@ class Args(common.Args):
     MIN_TRAIN_SAMPLES = 1  # the advantages compare all that vote, not those that are trained
 
     def errors(self):
+        bad = super().errors()
         if self.kappa > self.votes:
-            return [f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: a "
-                    "larger one penalises every prompt."]
-        return super().errors()
+            bad.append(f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: "
+                       "a larger one penalises every prompt.")
+        if self.labels == "gold":
+            bad.append("--labels is 'gold', but where fewer than kappa responses are right, RESTRAIN would "
+                       "punish them; give --labels majority.")
+        return bad
+
+    @property
+    def label_sigma(self) -> float:
+        """sigma of the label weights, by --label_weighting."""
+        return dict(gaussian=self.sigma, majority=0.0, uniform=math.inf)[self.label_weighting]
+
+    @property
+    def u_sigma(self) -> float:
+        """sigma of the prompt weights; at inf every u is 1."""
+        return math.inf if self.prompt_weighting == "none" else self.prompt_sigma
 
     def has_gradient(self, response):
         # plus + minus may be 0 while both are not: then ratios other than 1 have a gradient
@@ -95,28 +110,12 @@ def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-def log_gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
-    """log g(f), [m] -> [m] float64. It stays finite where a small sigma rounds g itself to 0."""
-    smallest = 1e-150  # stands for sigma 0, by which nothing can be divided; its square is still a number
-    return -0.5 * ((f.double() - 1) / max(sigma, smallest)) ** 2
-
-
-def gaussian_weight(f: torch.Tensor, sigma: float) -> torch.Tensor:
-    """g(f) = exp(-(f - 1)^2 / (2 sigma^2)) of vote shares f; [m] -> [m]. RESTRAIN section 2.1; centre 1: D.2.
-
-    It rises with f, since no share exceeds the centre. Without the 1 / (sigma sqrt(2 pi)) of a density: full
-    agreement weighs 1. At sigma 0 the rest weighs 0.
-
-    >>> gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), 0.5)
-    tensor([0.1353, 0.6065, 1.0000])
-    """
-    return log_gaussian_weight(f, sigma).exp().float()
-
-
 def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor:
     """w_j = g(c_j / n) / sum_l g(c_l / n) of the labels' vote counts; [m] -> [m], sums to 1. RESTRAIN Eq. 3.
 
-    sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf: equal weights.
+    g(f) = exp(-(f - 1)^2 / (2 sigma^2)), so it is a softmax. g rises with f, since no share exceeds the
+    centre, 1 (D.2). sigma 0: all weight on the majority label (of equals on the first, as in the vote); inf:
+    equal weights.
 
     >>> label_weights([8, 4, 1], 16)
     tensor([0.5496, 0.2942, 0.1562])
@@ -124,7 +123,7 @@ def label_weights(counts: list[int], n: int, sigma: float = 0.5) -> torch.Tensor
     if sigma == 0 or not counts:
         return torch.tensor([float(j == counts.index(max(counts))) for j in range(len(counts))])
     shares = torch.tensor(counts, dtype=torch.float64) / n
-    return log_gaussian_weight(shares, sigma).softmax(0).float()
+    return (-0.5 * ((shares - 1) / sigma) ** 2).softmax(0).float()
 
 
 def weighted_labels(classes: list[int | None], sigma: float = 0.5) -> dict[int, float]:
@@ -171,12 +170,12 @@ def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch
 def prompt_weight(c_ref: int, n: int, sigma: float = 0.5) -> float:
     """u = g(c_ref / n), the factor of a prompt's loss. RESTRAIN Eq. 5.
 
-    1 if all n agree; 0.135 if none answers, at the paper's sigma.
+    1 if all n agree; 0.135 if none answers, at the paper's sigma. sigma 0: 1 or 0.
 
     >>> round(prompt_weight(8, 16), 3)
     0.607
     """
-    return float(gaussian_weight(torch.tensor(c_ref, dtype=torch.float64) / n, sigma))
+    return math.exp(-0.5 * ((c_ref / n - 1) / sigma) ** 2) if sigma else float(c_ref == n)
 
 
 def majority_count(classes: list[int | None]) -> int:
@@ -195,12 +194,6 @@ def main(args: Args) -> None:
     policy, reference, sampler, log = run.policy, run.reference, run.sampler, run.log
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.999),
                                   weight_decay=args.weight_decay, fused=True)
-    sigma = args.sigma
-    if args.label_weighting == "majority":
-        sigma = 0.0
-    if args.label_weighting == "uniform":
-        sigma = math.inf
-    prompt_sigma = math.inf if args.prompt_weighting == "none" else args.prompt_sigma  # at inf every u is 1
     # Eq. 5: c_ref is measured once, with as many responses of the base model as will vote in a step.
     initial = common.initial_votes(run) if args.prompt_weighting == "offline" else {}
 
@@ -221,13 +214,13 @@ def main(args: Args) -> None:
         for prompt, responses in zip(prompts, groups):
             # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
-            plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, sigma)
+            plus_N, minus_N = restrain_advantages(classes_N, args.kappa, args.delta, args.label_sigma)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
             count = majority_count(classes_N)
-            label = weighted_labels(classes_N, sigma) if count >= args.kappa else None
+            label = weighted_labels(classes_N, args.label_sigma) if count >= args.kappa else None
             log.vote(prompt, responses, classes_N, plus_N + minus_N, label=label)
             c_ref = initial[prompt.id][1] if initial else count  # online: this step's own votes
-            u = prompt_weight(c_ref, args.votes, prompt_sigma)
+            u = prompt_weight(c_ref, args.votes, args.u_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])
                 responses[i].weight = u

@@ -68,6 +68,13 @@ class Args(common.Args):
     dynamic_rewards: bool = True
     """Dynamic rewards. Off: +1, -1 and 0 for answers; those without one keep --null_reward (Table 3)."""
 
+    def errors(self):
+        bad = super().errors()
+        if self.labels == "gold":
+            bad.append("--labels is 'gold', but SCRL would take a rare right answer as a negative label; give "
+                       "--labels majority.")
+        return bad
+
 
 # ------------------------------------------------- the method -----------------------------------------------
 def group_advantages(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -96,48 +103,44 @@ def answer_entropies(classes: list[int | None], entropies: list[float]) -> tuple
     return {c: mean(values) for c, values in members.items() if c is not None}, mean(map(float, entropies))
 
 
-def pseudo_labels(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
-                  tau_marg: float = 0.125, tau_neg: float = 0.125, selective_positive: bool = True,
-                  negatives: bool = True, entropy_gate: bool = True) -> tuple[int | None, set[int]]:
+def pseudo_labels(classes: list[int | None], entropies: list[float],
+                  args: Args) -> tuple[int | None, set[int]]:
     """(the positive label or None, the negative labels), from [N] classes and entropies. SCRL, Eq. 4, 8.
 
     None (no answer) counts in N, but is no label; a tie goes to the class seen first. The positive label is
-    never a negative one, which Eq. 8 does not say; it matters if tau_pos is off or below tau_neg. Switches,
-    three rows of Table 3: the majority is a label, however weak; no negative labels; those of any entropy.
+    never a negative one, which Eq. 8 does not say; it matters if tau_pos is off or below tau_neg.
 
-    >>> pseudo_labels([0] * 7 + [1, 2], [0.3] * 7 + [0.9, 0.2])
+    >>> pseudo_labels([0] * 7 + [1, 2], [0.3] * 7 + [0.9, 0.2], Args())
     (0, {1})
     """
     n, top = len(classes), common.majority(classes)
     counts = {c: classes.count(c) for c in classes if c is not None}
     second = max((count for c, count in counts.items() if c != top), default=0)
     # subtracted before divided: 4 votes in 10 lead 1 by 0.3, but 0.4 - 0.1 is 0.30000000000000004
-    strong = bool(counts) and counts[top] / n >= tau_pos and (counts[top] - second) / n > tau_marg
-    positive = top if strong or not selective_positive else None
+    strong = bool(counts) and counts[top] / n >= args.tau_pos and (counts[top] - second) / n > args.tau_marg
+    positive = top if strong or not args.selective_positive else None
+    if not args.negatives:
+        return positive, set()
     of_class, average = answer_entropies(classes, entropies)
-    rare = {c for c, count in counts.items() if c != positive and count / n < tau_neg} if negatives else set()
-    return positive, {c for c in rare if of_class[c] >= average or not entropy_gate}
+    rare = {c for c, count in counts.items() if c != positive and count / n < args.tau_neg}
+    return positive, {c for c in rare if of_class[c] >= average or not args.entropy_gate}
 
 
-def scrl_rewards(classes: list[int | None], entropies: list[float], tau_pos: float = 0.375,
-                 tau_marg: float = 0.125, tau_neg: float = 0.125, lambda_h: float = 0.1,
-                 null_reward: float = -1.0, hard: bool = False, positive: int | None = None,
-                 negatives: set[int] | None = None) -> torch.Tensor:
-    """Dynamic rewards [N] from [N] classes and [N] entropies; hard: +1, -1 and 0 for answers. SCRL, Eq. 9.
+def scrl_rewards(classes: list[int | None], entropies: list[float], positive: int | None,
+                 negatives: set[int], args: Args) -> torch.Tensor:
+    """Rewards [N] from [N] classes, [N] entropies and the labels y+ and N-. SCRL, Eq. 9.
 
-    positive, negatives: y+ and N-. Without negatives both are pseudo_labels' with these thresholds.
-
-    >>> scrl_rewards([0, 0, 0, 1, None], [0.5, 0.5, 0.5, 1.0, 0.0], tau_neg=0.25, lambda_h=0.5)
+    >>> args = Args(tau_neg=0.25, lambda_h=0.5)
+    >>> scrl_rewards([0, 0, 0, 1, None], [0.5, 0.5, 0.5, 1.0, 0.0], 0, {1}, args)
     tensor([ 0.6000,  0.6000,  0.6000, -0.3000, -1.0000])
     """
-    if negatives is None:
-        positive, negatives = pseudo_labels(classes, entropies, tau_pos, tau_marg, tau_neg)
     of_class, average = answer_entropies(classes, entropies)
-    reward = {None: null_reward}
+    reward = {None: args.null_reward}
     for c, entropy in of_class.items():
         p = classes.count(c) / len(classes)
-        reward[c] = p * (c == positive) + (p - tau_neg) * (c in negatives) - lambda_h * (entropy - average)
-        if hard:
+        reward[c] = p * (c == positive) + (p - args.tau_neg) * (c in negatives)
+        reward[c] -= args.lambda_h * (entropy - average)
+        if not args.dynamic_rewards:
             reward[c] = (c == positive) - (c in negatives)
     return torch.tensor([float(reward[c]) for c in classes])
 
@@ -170,12 +173,8 @@ def main(args: Args) -> None:
             # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
-            positive, negatives = pseudo_labels(classes_N, entropies_N, args.tau_pos, args.tau_marg,
-                                                args.tau_neg, args.selective_positive, args.negatives,
-                                                args.entropy_gate)
-            rewards_N = scrl_rewards(classes_N, entropies_N, tau_neg=args.tau_neg, lambda_h=args.lambda_h,
-                                     null_reward=args.null_reward, hard=not args.dynamic_rewards,
-                                     positive=positive, negatives=negatives)
+            positive, negatives = pseudo_labels(classes_N, entropies_N, args)
+            rewards_N = scrl_rewards(classes_N, entropies_N, positive, negatives, args)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices
             log.vote(prompt, responses, classes_N, rewards_N, label=positive, negatives=negatives)
             advantages_G = group_advantages(rewards_N[trained_G])

@@ -3,19 +3,17 @@
 import math
 
 import pytest
-import torch
 
-from restrain import gaussian_weight, label_weights, restrain_advantages, weighted_labels
+from restrain import Args, label_weights, prompt_weight, restrain_advantages, weighted_labels
 
 
 # ------------------------------------------------- formulas -----------------------------------------------
 @pytest.mark.parametrize("sigma, expected", [
     (0.0, [0.0, 0.0, 1.0]),
-    (1e-300, [0.0, 0.0, 1.0]),
+    (0.5, [0.135335, 0.606531, 1.0]),  # exp(-2), exp(-1/2)
     (math.inf, [1.0, 1.0, 1.0])])
-def test_gaussian_by_hand(sigma, expected):
-    weights = gaussian_weight(torch.tensor([0.0, 0.5, 1.0]), sigma)
-    assert weights.tolist() == pytest.approx(expected, abs=1e-5)
+def test_prompt_weight_by_hand(sigma, expected):
+    assert [prompt_weight(votes, 16, sigma) for votes in (0, 8, 16)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("counts, sigma, expected", [
@@ -25,8 +23,8 @@ def test_gaussian_by_hand(sigma, expected):
     ([8] + [1] * 8, 0.5, [0.305419] + [0.086823] * 8),
     ([], 0.5, []),
     ([2, 5, 5], 0.0, [0.0, 1.0, 0.0]),  # sigma 0: the majority vote, of equals the first
-    # next to 0, where g itself is 0 for every label and the plain quotient would be 0 / 0: the limit of Eq. 3
-    ([4, 4, 1], 1e-160, [0.5, 0.5, 0.0]),
+    # g itself is 0 for every label, and the plain quotient would be 0 / 0: the limit of Eq. 3
+    ([4, 4, 1], 1e-9, [0.5, 0.5, 0.0]),
     ([5, 1, 2], math.inf, [1 / 3] * 3)])
 def test_label_weights_of_16_votes(counts, sigma, expected):
     assert label_weights(counts, 16, sigma).tolist() == pytest.approx(expected, abs=1e-5)
@@ -46,3 +44,8 @@ def test_weighted_labels():
 def test_penalised_and_unanimous_prompts(classes, flags, penalty):
     a_plus, a_minus = restrain_advantages(classes, **flags)
     assert a_plus.tolist() == [0.0] * len(classes) and a_minus.tolist() == [penalty] * len(classes)
+
+
+def test_all_bad_flags_are_told_and_gold_labels_refused():
+    kappa, gold = Args(kappa=17, labels="gold").errors()
+    assert kappa.startswith("--kappa is 17") and gold.startswith("--labels is 'gold'")

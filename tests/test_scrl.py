@@ -2,7 +2,7 @@
 
 import pytest
 
-from scrl import pseudo_labels, scrl_rewards
+from scrl import Args, pseudo_labels, scrl_rewards
 
 
 def classes_of(*counts, none=0):
@@ -11,6 +11,11 @@ def classes_of(*counts, none=0):
     for c, n in enumerate(counts):
         classes += [c] * n
     return classes + [None] * none
+
+
+def rewards_of(classes, entropies, **flags):
+    args = Args(**flags)
+    return scrl_rewards(classes, entropies, *pseudo_labels(classes, entropies, args), args).tolist()
 
 
 # ------------------------------------------------ Eq. 4 and 8 ---------------------------------------------
@@ -26,7 +31,7 @@ def classes_of(*counts, none=0):
     ((2, 2, 2, 1, 1), 0, dict(selective_positive=False), 0), ((), 2, dict(selective_positive=False), None)])
 def test_positive_label(counts, none, flags, positive):
     classes = classes_of(*counts, none=none)
-    assert pseudo_labels(classes, [0.0] * len(classes), **flags)[0] == positive
+    assert pseudo_labels(classes, [0.0] * len(classes), Args(**flags))[0] == positive
 
 
 @pytest.mark.parametrize("counts, none, entropies, flags, expected", [
@@ -41,7 +46,7 @@ def test_positive_label(counts, none, flags, positive):
     # tau_neg above the majority's share: the positive label still is no negative one (10/16, 6/16 < 0.7)
     ((10, 6), 0, [0.5] * 16, dict(tau_neg=0.7), (0, {1}))])
 def test_negative_labels(counts, none, entropies, flags, expected):
-    assert pseudo_labels(classes_of(*counts, none=none), entropies, **flags) == expected
+    assert pseudo_labels(classes_of(*counts, none=none), entropies, Args(**flags)) == expected
 
 
 # ------------------------------------------------ Eq. 9 ---------------------------------------------------
@@ -53,29 +58,30 @@ CLASSES = classes_of(8, 4, 1, 1, none=2)
 ENTROPIES = [0.2] * 8 + [0.4] * 4 + [1.2, 0.2, 0.6, 0.6]
 
 
-@pytest.mark.parametrize("labels, flags, expected", [
+@pytest.mark.parametrize("flags, expected", [
     # 0: 0.5 - 0.1 (0.2 - 0.3625) = 0.51625                      1: -0.1 (0.4 - 0.3625) = -0.00375
     # 2: (0.0625 - 0.125) - 0.1 (1.2 - 0.3625) = -0.14625        3: -0.1 (0.2 - 0.3625) = 0.01625
-    (None, {}, [0.51625, -0.00375, -0.14625, 0.01625, -1]),
+    ({}, [0.51625, -0.00375, -0.14625, 0.01625, -1]),
     # The paper's silence on responses without an answer, read as Eq. 9 without any of its terms
-    (None, dict(null_reward=0.0), [0.51625, -0.00375, -0.14625, 0.01625, 0]),
+    (dict(null_reward=0.0), [0.51625, -0.00375, -0.14625, 0.01625, 0]),
     # Table 3. Hard rewards; no gate: 3, too, is negative; no negatives: 2 has the entropy term only
-    (None, dict(hard=True), [1, 0, -1, 0, -1]),
-    (dict(entropy_gate=False), {}, [0.51625, -0.00375, -0.14625, -0.0625 + 0.01625, -1]),
-    (dict(negatives=False), {}, [0.51625, -0.00375, -0.08375, 0.01625, -1])])
-def test_rewards_of_eq_9_by_hand(labels, flags, expected):
-    if labels is not None:
-        positive, negatives = pseudo_labels(CLASSES, ENTROPIES, **labels)
-        flags = dict(positive=positive, negatives=negatives)
+    (dict(dynamic_rewards=False), [1, 0, -1, 0, -1]),
+    (dict(entropy_gate=False), [0.51625, -0.00375, -0.14625, -0.0625 + 0.01625, -1]),
+    (dict(negatives=False), [0.51625, -0.00375, -0.08375, 0.01625, -1])])
+def test_rewards_of_eq_9_by_hand(flags, expected):
     zero, one, two, three, none = expected
     rewards = [zero] * 8 + [one] * 4 + [two, three, none, none]
-    assert scrl_rewards(CLASSES, ENTROPIES, **flags).tolist() == pytest.approx(rewards)
+    assert rewards_of(CLASSES, ENTROPIES, **flags) == pytest.approx(rewards)
 
 
 def test_rewards_without_a_positive_label():
     # 4 of 16 is no positive label (0.25 < 0.375): nothing but the entropy term,
     # H_bar = (4 * 0.5 + 12 * 0.1) / 16 = 0.2.
     # 0: -0.1 (0.5 - 0.2) = -0.03; the twelve others have 1/16 and H 0.1 < 0.2: -0.1 (0.1 - 0.2) = 0.01
-    rewards = scrl_rewards([0] * 4 + list(range(1, 13)), [0.5] * 4 + [0.1] * 12)
-    assert rewards.tolist() == pytest.approx([-0.03] * 4 + [0.01] * 12)
-    assert scrl_rewards([None] * 4, [0.1, 0.2, 0.3, 0.4]).tolist() == [-1.0] * 4
+    rewards = rewards_of([0] * 4 + list(range(1, 13)), [0.5] * 4 + [0.1] * 12)
+    assert rewards == pytest.approx([-0.03] * 4 + [0.01] * 12)
+    assert rewards_of([None] * 4, [0.1, 0.2, 0.3, 0.4]) == [-1.0] * 4
+
+
+def test_gold_labels_are_refused():
+    assert [sentence[:19] for sentence in Args(labels="gold").errors()] == ["--labels is 'gold',"]

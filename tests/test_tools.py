@@ -36,7 +36,8 @@ def test_explain_shows_what_the_scripts_functions_give():
     advantages = ttrl.group_advantages(ttrl.majority_reward(classes))
     assert columns["gold A"] == columns["TTRL A"] == advantages.tolist()
     assert columns["TTRL A"][:3] == pytest.approx([0.9354, 0.9354, -0.9354], abs=1e-4)  # 0.5 / 0.5345
-    assert columns["SCRL R"] == scrl.scrl_rewards(classes, entropies).tolist()
+    labels, strict = (0, {2}), scrl.Args()
+    assert columns["SCRL R"] == scrl.scrl_rewards(classes, entropies, *labels, strict).tolist()
     plus, minus = restrain.restrain_advantages(classes, 3)
     assert (columns["RESTRAIN A+"], columns["RESTRAIN A-"]) == (plus.tolist(), minus.tolist())
     reshaped = ettrl.reshape_advantages(advantages, explain.torch.tensor(entropies))

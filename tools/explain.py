@@ -44,7 +44,8 @@ def columns_of(vote: Vote, embed=None) -> dict[str, list[float]]:
         vectors = evol_rl.embed_texts(embed, [vote.responses])
         embeddings = torch.stack([vectors[evol_rl.spoken(response)] for response in vote.responses])
         rewards["EVOL"] = evol_rl.evol_rewards(valid, embeddings, evol_rl.Args().alpha)
-    rewards["SCRL"] = scrl.scrl_rewards(classes, vote.entropies)
+    labels = scrl.pseudo_labels(classes, vote.entropies, scrl.Args())
+    rewards["SCRL"] = scrl.scrl_rewards(classes, vote.entropies, *labels, scrl.Args())
     columns = {}
     for name, rewards_N in rewards.items():
         columns |= {f"{name} R": rewards_N, f"{name} A": ttrl.group_advantages(rewards_N)}
@@ -67,7 +68,7 @@ def sentences(vote: Vote, columns: dict[str, list[float]]) -> list[str]:
         texts.append("EVOL-RL gives the majority 0.5 to 1 and the others -1 to -0.5; the most novel response "
                      f"of the majority is number {evol.index(max(evol)) + 1}.")
     strict = scrl.Args()
-    positive, negatives = scrl.pseudo_labels(vote.classes, vote.entropies)
+    positive, negatives = scrl.pseudo_labels(vote.classes, vote.entropies, strict)
     if positive is not None:
         text = f"SCRL takes {label} as the positive label: {votes}, {lead} ahead."
     elif vote.votes / n < strict.tau_pos:

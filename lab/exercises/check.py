@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import scrl
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ INPUTS = {
          "--- 111; aa-bc--- 11111111; aaaaaaaaaaaab--- 1111111111114888"),
         ("An answer that is alone leads by its share.",
          "aaa----- 11111111 tau_pos=.1 tau_marg=.3; aa------ 11111111 tau_pos=.1 tau_marg=.3"),
-        ("The thresholds are arguments. The positive label is never a negative one.",
+        ("The thresholds are those of args. The positive label is never a negative one.",
          "aaaaaabb 44444444 tau_neg=.9; aabbbccc 44444444 tau_pos=.25 tau_marg=0")],
     4: [("One label after the other: advantages, both their parts, times the weight.", "aaab; caaabbc"),
         ("None is no label, but counts in n; its reward is 0 under every label.", "aaab-; -aaabb--"),
@@ -80,6 +81,8 @@ def solution(number: int, change: str = " => "):
 def outcome(number: int, function, values: list, named: dict):
     """What an answer returns for copies of the arguments, k3 with its gradient; else what went wrong."""
     copies = copy.deepcopy(values)
+    if number == 3:
+        named = dict(args=scrl.Args(**named))
     try:
         if number < 6:
             result = function(*copies, **named)

@@ -200,13 +200,7 @@ def weights_digest(model) -> int:
 # attention. Any other type is computed in the slow way that is right by definition: full logits, plain
 # ("eager") attention, prompts of one length. Whoever trains another type adds it and runs that test.
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
-CHUNKED = tuple("""
-    ministral ministral3 phi phi3 olmo olmo2 olmo3 smollm3 gemma gemma3_text gemma4_text
-    granitemoehybrid granitemoe glm glm4 glm4_moe qwen2_moe qwen3_moe olmoe mixtral phimoe deepseek_v2
-    deepseek_v3 qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear lfm2 lfm2_moe nemotron_h jamba
-    bamba falcon_h1 olmo_hybrid stablelm nemotron starcoder2 gpt2 gpt_neox opt exaone4 hunyuan_v1_dense
-    ernie4_5 ernie4_5_moe seed_oss arcee apertus helium bitnet
-    """.split())
+CHUNKED = ("gemma", "gemma3_text", "gemma4_text", "phi", "phi3", "olmo2", "olmo3", "smollm3")
 # Entries of a config that change logits or attention scores in ways which only the model's own code knows
 SCALES = re.compile("softcap|logit_scale|logits_scal")
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby, islice
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
-from transformers.core_model_loading import revert_weight_conversion
 
 from engine import vllm_cpu
 from engine.base import Request, Sample, UserError, stop_texts, timed
 from engine.ranks import print0, rank_and_ranks
 from engine.models import is_fast, load_model
 
-# Entries of a config that is refused with vLLM on a GPU
+# Entries of a config that is refused with vLLM
 UNTRIED = re.compile("num_.*experts$|^n_.*experts$|^kv_lora_rank$")
 # Of a token's log-probs in sampler and trainer, both in float32: rounding reaches a hundredth of it.
 MAX_LOGP_DIFF = 1e-3
@@ -35,9 +34,9 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     if machine.uses_vllm:
         entries = AutoConfig.from_pretrained(path, trust_remote_code=machine.trust_remote_code)
         entries = [name for name, value in entries.get_text_config().to_dict().items() if value]
-        if policy and device.type == "cuda" and any(UNTRIED.search(name) for name in entries):
-            raise UserError("--model has experts or latent attention, whose weights vLLM may not take again "
-                            "on a GPU, as nobody has tried; give --sampler hf.")
+        if policy and any(map(UNTRIED.search, entries)):
+            raise UserError("--model has experts or latent attention, whose weights vLLM may not take again; "
+                            "give --sampler hf.")
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")
         sampler = VLLMSampler(path, stop_ids, device, dtype, seed, machine, max_length, dummy=bool(policy))
     else:
@@ -78,27 +77,16 @@ class VLLMSampler:
     def __init__(self, model: str, stop_ids: list[int], device, dtype, seed: int, machine, max_length: int,
                  dummy: bool = False):
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
-        threads = torch.get_num_threads()
-        # memory-mapped; for the names of its weights and its buffers
+        # memory-mapped; for the names of its buffers
         self.model = load_model(model, machine.trust_remote_code)
-        # What vLLM changes in this process, on a GPU as on a CPU, is put back below: where it runs a model in
-        # transformers' own class, it has torch.compile wrap this class, which is the trainer's, too; and it
-        # sets the number of torch's threads, to 1 on a GPU.
-        original_inits = {kind: kind.__init__ for kind in map(type, self.model.modules())}
-        try:
+        starting = nullcontext() if self.cuda else vllm_cpu.starting(machine.tensor_parallel)
+        with classes_kept(self.model), starting:
             from vllm import LLM  # only now: it replaces some of transformers' configs
-            with nullcontext() if self.cuda else vllm_cpu.starting(machine.tensor_parallel):
-                self.llm = LLM(
-                    model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
-                    enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-                    trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
-                    tensor_parallel_size=machine.tensor_parallel,
-                    **vllm_options(machine, max_length, self.cuda))
-        finally:
-            for kind, original_init in original_inits.items():
-                if kind.__init__ is not original_init:
-                    kind.__init__, kind.do_not_compile = original_init, True
-        torch.set_num_threads(threads)
+            self.llm = LLM(
+                model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_length,
+                enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
+                trust_remote_code=machine.trust_remote_code, load_format="dummy" if dummy else "auto",
+                tensor_parallel_size=machine.tensor_parallel, **vllm_options(machine, max_length, self.cuda))
 
     @timed("sync")
     def load(self, named_tensors) -> None:
@@ -110,8 +98,7 @@ class VLLMSampler:
             self.llm.wake_up(tags=["weights"])
         stored = self.model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in stored]
-        named_tensors = as_in_checkpoints(self.model, chain(named_tensors, buffers))
-        missing = self.llm.collective_rpc(_load_into_worker, args=(named_tensors,))[0]
+        missing = self.llm.collective_rpc(_load_into_worker, args=(chain(named_tensors, buffers),))[0]
         if missing:
             raise RuntimeError(f"vLLM did not take the weights {sorted(missing)[:3]}")
         if not self.llm.reset_prefix_cache():
@@ -145,11 +132,18 @@ class VLLMSampler:
         return groups
 
 
-def as_in_checkpoints(model, named_tensors):
-    """The weights under the names and in the parts that checkpoints have, which vLLM reads. transformers
-    renames and joins some (the experts of Mixtral), never beyond a layer."""
-    for _, layer in groupby(named_tensors, key=lambda item: re.match(r"\D*\d*", item[0])[0]):
-        yield from revert_weight_conversion(model, dict(layer)).items()
+@contextmanager
+def classes_kept(model):
+    """While vLLM starts: what it changes in this process is put back. Where it runs a model in transformers'
+    own class, it has torch.compile wrap this class, which is the trainer's, too; and it sets the number of
+    torch's threads, to 1 on a GPU."""
+    threads = torch.get_num_threads()
+    original_inits = {kind: kind.__init__ for kind in map(type, model.modules())}
+    yield
+    for kind, original_init in original_inits.items():
+        if kind.__init__ is not original_init:
+            kind.__init__, kind.do_not_compile = original_init, True
+    torch.set_num_threads(threads)
 
 
 def _load_into_worker(worker, named_tensors) -> set[str]:
@@ -163,13 +157,13 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 
     model.load_weights = load_weights
     try:
-        on_cpu = worker.device.type == "cpu"
-        with vllm_cpu.packing_again(model) if on_cpu else nullcontext(set()) as unpacked:
-            # without an iterator it re-reads the checkpoint
-            worker.reload_weights(weights_iterator=iter(named_tensors))
+        # without an iterator it re-reads the checkpoint
+        worker.reload_weights(weights_iterator=iter(named_tensors))
+        if worker.device.type == "cpu":
+            vllm_cpu.pack_again(model)
     finally:
         del model.load_weights
-    return {name for name, _ in model.named_parameters()} - taken | unpacked
+    return {name for name, _ in model.named_parameters()} - taken
 
 
 # ---------------------------------------------- a transformers model ---------------------------------------

@@ -24,16 +24,9 @@ def starting(ranks: int):
         torch.set_num_threads = set_threads  # it has put a stub there
 
 
-@contextmanager
-def packing_again(model):
-    """While the engine's model takes new weights: what was packed at the start, experts and the embedding as
-    a tied head, is not packed again by itself. Yields a set: at the end, of experts that still are not."""
-    modules, unpacked = dict(model.named_modules()), set()
-    experts = {n: m for n, m in modules.items() if hasattr(getattr(m, "quant_method", None), "moe_kernel")}
-    for module in experts.values():
-        module.quant_method.moe_kernel = None
-    yield unpacked
-    for module in modules.values():
+def pack_again(model) -> None:
+    """Once the engine's model has taken new weights: what was packed at the start, as the embedding that is a
+    tied head, is not packed again by itself."""
+    for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
-    unpacked |= {name for name, module in experts.items() if module.quant_method.moe_kernel is None}

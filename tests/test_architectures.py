@@ -16,7 +16,8 @@ from engine.base import Request, UserError
 from engine.run_folder import read_metrics
 from engine.logprobs import ChunkedHead, PackedHead, PlainHead
 from engine.models import CHUNKED, PACKED, is_fast, read_config
-from engine.samplers import HFSampler
+from engine.options import Machine
+from engine.samplers import HFSampler, load_sampler
 
 CPU = torch.device("cpu")
 TYPES = json.loads((ROOT / "tests/architectures.json").read_text())
@@ -59,12 +60,7 @@ def folder_of(tmp_path_factory):
 
 
 # ------------------------------------------- the trainer and the sampler ----------------------------------
-# The first of each list here, all of them in the slow tests; then types that are computed in the plain way
-KINDS = [*PACKED, *CHUNKED[:3], *[pytest.param(kind, marks=pytest.mark.slow) for kind in CHUNKED[3:]],
-         "gemma2", "granite"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*PACKED, *CHUNKED, "gemma2", "granite"])
 def test_a_types_log_probs_are_its_models_own(folder_of, kind):
     """The trainer's, in the fast way that models.py names or in the plain one. The hf sampler's, too, of
     prompts of uneven length, several responses to each, and limits at which rows are dropped."""
@@ -93,6 +89,11 @@ def test_a_config_that_scales_logits_is_computed_in_the_plain_way():
     for entry, fast in ((dict(logit_scale=1), True), (dict(final_logit_softcapping=30.0), False),
                         (dict(logits_scaling=8.0), False)):
         assert is_fast(AutoConfig.for_model("llama", **entry)) == fast
+
+
+def test_experts_are_refused_with_vllm(folder_of):
+    with pytest.raises(UserError, match="--model has experts .* give --sampler hf"):
+        load_sampler(str(folder_of("mixtral")), CPU, torch.float32, Machine(sampler="vllm"), 448, [2], 1, True)
 
 
 @pytest.mark.slow

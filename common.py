@@ -27,7 +27,7 @@ from engine.checkpoint import steps_done
 from engine.log import Log
 from engine.metrics import grade, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
-from engine.options import TOYS, Machine, bad_flags, changed, options_dict
+from engine.options import TOYS, Machine, bad_flags, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, start_processes
 from engine.ranks import gather_shares, on_all_engines, print0, rank_and_ranks, share_of_rank
@@ -205,28 +205,40 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
           problem: type = Problem,              # its subclass, for another task
           generate: Callable | None = None,     # (run, work, temperature, **options), as common.generate
           adapt: Callable | None = None) -> Run:  # (policy), before sharding: examples/lora.diff
-    """Refuse bad flags, model and data, then load weights. train: False to evaluate."""
+    """Read what the flags name, open the processes and the run's folder, load the weights. train: False to
+    evaluate."""
+    # Read: bad flags, model and data are refused before anything slow.
     if bad := args.errors():
         raise UserError("\n       ".join(bad))
-    machine, trust, path = args.machine, args.machine.trust_remote_code, model_folder(args.model)
-    config = read_config(path, args.max_prompt_tokens, args.max_new_tokens, machine.tensor_parallel, trust)
+    machine = args.machine
+    trust = machine.trust_remote_code
+    path = model_folder(args.model)
+    length = args.max_prompt_tokens + args.max_new_tokens
+    config = read_config(path, length, trust)
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
     rows, rows_of = data.read_data(args, tokenizer, train)  # of --dataset, and of each benchmark
     if machine.show_prompt:
         data.print_prompts(args, tokenizer, rows, rows_of)  # and exit
-    problems, benchmarks = [problem(**row._asdict()) for row in rows], {}
+    problems = [problem(**row._asdict()) for row in rows]
+    benchmarks = {}
     for name, part in rows_of.items():
         benchmarks[name] = [problem(**row._asdict()) for row in part]
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
-    identity, options = data.digests(rows, rows_of, stop_ids), options_dict(args)
-    device, dtype = start_processes(options, train, small=args.model in TOYS)
-    log = Log(options, device, identity, changed(args))
-    done = steps_done(log.path, machine.checkpoint_every) if machine.resume else 0
-    length = args.max_prompt_tokens + args.max_new_tokens
+
+    # Open: the ranks meet, and the folder is this run's alone.
+    if args.model in TOYS:
+        torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
+    torch.manual_seed(args.seed)
+    options = options_dict(args)
+    device, dtype = start_processes(options, train)
+    log = Log(options, device, data.digests(rows, rows_of, stop_ids))
+    done = steps_done(log.path) if machine.resume else 0
+
+    # Load: weights are memory-mapped, then on the device; the sampler has its own.
     policy = reference = None
     if train:
-        log.open_boards(done)  # before weights are read, since it may fail
-        models = [load_model(path, trust) for _ in range(2 if args.kl_coef > 0 else 1)]  # memory-mapped
+        log.open_board(done)
+        models = [load_model(path, trust) for _ in range(2 if args.kl_coef > 0 else 1)]
         log.identify({"the weights of --model": weights_digest(models[0])})
         policy, reference = load_policies(models, device, dtype, machine, length, adapt)
     sampler = samplers.load_sampler(path, device, dtype, machine, length, stop_ids, args.seed, policy)

@@ -116,8 +116,8 @@ class Args(common.Args):
         bad = super().errors()
         of_questions = self.rq * self.lambda_q, self.rdq * self.lambda_dq, self.rda * self.lambda_da
         if not any(of_questions) and not self.lambda_s:
-            bad.append("--lambda_q, --lambda_dq, --lambda_da and --lambda_s are all 0 or off, but one must be "
-                       "larger: else every advantage is 0.")
+            bad.append("--lambda_q, --lambda_dq, --lambda_da and --lambda_s are all 0 or off, but one must "
+                       "be larger: else every advantage is 0.")
         return bad
 
     def own_prompts(self, tokenizer):

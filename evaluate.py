@@ -23,7 +23,7 @@ import tyro
 
 import common
 from engine.base import UserError, write_atomically
-from engine.metrics import few_answers, mean, summary
+from engine.metrics import mean, summary
 from engine.options import SMOLLM2, Shared, make_args, out_of_range
 from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run
@@ -113,7 +113,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
-    results, warnings, model = {}, [], args.model or "the toy"
+    results, model = {}, args.model or "the toy"
     if args.preset == "toy":
         torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     print0(f"Evaluating {model} ...")
@@ -123,8 +123,6 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
             graded = [math_verify_grades(p, *row) for p, row in zip(problems, graded, strict=True)]
         with_gold = sum(verdicts["known"] for verdicts, _ in graded)  # what the scores are means of
         results[name] = dict(problems=with_gold) | summary([verdicts for verdicts, _ in graded])
-        if few := few_answers([response for _, group in graded for response in group]):
-            warnings.append(f"Warning: {name}: {few}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
         save_results(run.log.path, model, results)  # a later benchmark may fail
@@ -132,7 +130,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
         save_results(run.log.path, model, results)
-    print0("\n".join([table(results), *warnings, "", str(run.log.path / "results.json")]))
+    print0("\n".join([table(results), "", str(run.log.path / "results.json")]))
     return results
 
 

@@ -74,8 +74,8 @@ class Args(common.Args):
     def errors(self):
         bad = super().errors()
         if self.kappa > self.votes:
-            bad.append(f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per prompt: "
-                       "a larger one penalises every prompt.")
+            bad.append(f"--kappa is {self.kappa}, but must be at most {self.votes}, the responses per "
+                       "prompt: a larger one penalises every prompt.")
         if self.labels == "gold":
             bad.append("--labels is 'gold', but where fewer than kappa responses are right, RESTRAIN would "
                        "punish them; give --labels majority.")

@@ -71,8 +71,8 @@ class Args(common.Args):
     def errors(self):
         bad = super().errors()
         if self.labels == "gold":
-            bad.append("--labels is 'gold', but SCRL would take a rare right answer as a negative label; give "
-                       "--labels majority.")
+            bad.append("--labels is 'gold', but SCRL would take a rare right answer as a negative label; "
+                       "give --labels majority.")
         return bad
 
 

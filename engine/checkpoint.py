@@ -15,9 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import UserError, first_line, write_atomically
+from engine.base import write_atomically
 from engine.ranks import distributed, on_all_ranks, on_rank_0, rank_and_ranks
-from engine.run_folder import read_jsonl
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -25,9 +24,9 @@ def complete(run_folder: Path) -> list[Path]:
     return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the tensor files that this rank sees."""
-    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file()}
+def tensor_files(folder: Path) -> set[str]:
+    """Names of the tensor files that this rank sees."""
+    return {file.name for file in folder.glob("*.safetensors")}
 
 
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
@@ -68,15 +67,13 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
-        return set(sizes(partial))
+        return tensor_files(partial)
 
     def publish() -> None:
-        files = sizes(partial)
-        if unseen := sorted(written - files.keys()):  # each node has written to a disk of its own
+        if unseen := sorted(written - tensor_files(partial)):  # each node has written to a disk of its own
             raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
                           "file system that all nodes share")
-        state = dict(step=step, files=files, script=script or {})
-        write_atomically(partial / "state.json", json.dumps(state))
+        write_atomically(partial / "state.json", json.dumps(script or {}))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)  # from here on it counts
         for folder in complete(run_folder)[keep:]:
@@ -86,41 +83,14 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     on_rank_0(publish, failed)
 
 
-def steps_done(run_folder: Path, every: int) -> int:
-    """The step of the newest checkpoint; 0 if there is none and none was due (every: steps between them).
-
-    Raises UserError if one was due, or if the newest one's files have another size than when written."""
+def steps_done(run_folder: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none. What a killed run was writing is removed."""
     def read() -> int:
         for folder in (run_folder / "checkpoints").glob("*.partial"):
-            shutil.rmtree(folder)  # a killed run's
-        if checkpoints := complete(run_folder):
-            return read_state(checkpoints[0])["step"]
-        steps = [line.get("step") or 0 for line in read_jsonl(run_folder / "metrics.jsonl")]
-        # never begin anew in silence what has been trained for hours
-        # up to `every` steps a run may have been killed before its first checkpoint
-        if max(steps, default=0) > every or (run_folder / "final").exists():
-            raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "
-                            "start a new run in another --out.")
-        return 0
+            shutil.rmtree(folder)
+        return max((int(folder.name[5:]) for folder in complete(run_folder)), default=0)
 
     return on_rank_0(read)
-
-
-def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint. Raises UserError if it is damaged."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        if state["step"] != int(folder.name[5:]) or state["files"] != sizes(folder):
-            raise ValueError("its files are not those that were written")
-        HuggingFaceStorageReader(str(folder)).read_metadata()  # reads the headers alone: seconds, not minutes
-        return state
-    except Exception as error:
-        raise UserError(damaged(folder, f"{type(error).__name__} {first_line(error)}")) from None
-
-
-# The user deletes it, not we: whoever copied half a checkpoint may still have the other half.
-def damaged(folder: Path, reason: str) -> str:
-    return f"--resume: {folder} is damaged ({reason}); delete this folder, and the one before it is used."
 
 
 def load(run_folder: Path, step: int, policy, optimizer) -> dict:
@@ -130,6 +100,8 @@ def load(run_folder: Path, step: int, policy, optimizer) -> dict:
     def read() -> dict:
         reader = HuggingFaceStorageReader(str(folder))
         dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
-        return dict(read_state(folder)["script"])
+        return json.loads((folder / "state.json").read_text())
 
-    return on_all_ranks(read, lambda reason: damaged(folder, reason))[0]
+    # The user deletes it, not we: whoever copied half a checkpoint may still have the other half.
+    return on_all_ranks(read, lambda reason: f"--resume: {folder} is damaged ({reason}); delete this folder, "
+                                             "and the one before it is used.")[0]

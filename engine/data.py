@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import re
 import sys
@@ -124,11 +123,9 @@ def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, token
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     train, limit = flag == "--dataset", f"more than --max_prompt_tokens {max_tokens}"
-    try:
-        rows = [row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens))
-                for row in load_problems(name, *fields, train)]
-    except UserError as error:
-        raise UserError(f"{flag}: {error}") from None
+    rows = []
+    for row in load_problems(name, *fields, train):
+        rows.append(row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens)))
     kept = [row for row in rows if row.prompt_ids]
     if not kept:
         raise UserError(f"{flag}: all {len(rows)} problems of {name} have {limit}; raise it.")
@@ -152,7 +149,7 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     for number, row in enumerate(rows, 1):
         try:
             text, golds, choices = _read_row(row, question, answer)
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{source}, row {number}: no question, answer and choices as docs/data.md has "
                             f"them: {type(error).__name__} {first_line(error)}.") from None
         first_gold, *also_right = golds or [None]
@@ -194,7 +191,10 @@ def _usual(names: tuple[str, ...], columns: list[str]) -> str:
 def _read_row(row: dict, question: str, answer: str) -> tuple[str, list[str], int]:
     """(question, gold answers, number of choices)."""
     text, options, right = row[question], row.get("choices"), row.get(answer)
-    if isinstance(text, list):  # a chat: its last turn asks
+    if isinstance(text, list):  # a chat, as verl has it: the system turn of --prompt replaces its own
+        roles = [turn["role"] for turn in text]
+        if roles not in (["user"], ["system", "user"]):
+            raise ValueError(f"a chat must be a user turn, perhaps behind a system turn, but has {roles}")
         text = text[-1]["content"]
     if GPQA[1] in row:  # its first option is the right one
         options, right = [row[column] for column in GPQA], 0
@@ -223,23 +223,18 @@ def _read(name: str, train: bool) -> tuple[str, list[dict]]:
     """(what is read, as errors name it; its rows) of a benchmark, Hub data set or local file.
 
     Where a Hub id names no split, --dataset reads train, and --eval test."""
-    path = TOY_FILES.get(name) or Path(os.path.expanduser(name))
+    path = TOY_FILES.get(name) or Path(name).expanduser()
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(BENCHMARKS[name])
     if (path / "state.json").is_file():
         return str(path), _ask("load_from_disk", str(path))
-    # a name may hold a colon, so files are looked for as they are written
-    if path.is_file() and path.suffix.lower() in FILES:
+    if path.suffix.lower() in FILES:
         return str(path), _read_file(path)
     hub = HUB_ID.fullmatch(name)
-    if not path.exists() and name.lower().endswith(FILES):
-        raise UserError(f"there is no file '{name}'.")
-    # what looks like a file is a mistyped one: the Hub would be asked in vain
-    if not hub or path.exists() or name[0] in "/.~" or name.lower().endswith((*FILES, ".gz", ".tsv")):
+    if not hub:
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOY_FILES])}, a Hub "
                         "id owner/name, owner/name:config:split or owner/name@revision, and here a "
-                        f"{', '.join(FILES)} file (unpack a .gz, make a .csv of a .tsv) or a folder that "
-                        "`save_to_disk` wrote, with its state.json.")
+                        f"{', '.join(FILES)} file or a folder that `save_to_disk` wrote.")
     hub_id, config, split, revision = hub.groups()
     split = split or ("train" if train else "test")
     return _read_hub(Benchmark(hub_id, split, configs=(config or None,)), revision)
@@ -258,19 +253,15 @@ def _read_hub(benchmark: Benchmark, revision: str | None = None) -> tuple[str, l
 def _ask(function: str, source: str, *args, **options) -> list[dict]:
     """The rows that a function of `datasets` reads, as they are stored. Raises UserError, as the errors of
     `datasets` are of many kinds."""
+    import datasets  # not above: it takes half a second, and text does without
     try:
-        import datasets  # not above: it takes half a second, and text does without
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by UserError
         table = getattr(datasets, function)(source, *args, **options).with_format("arrow")[:]
-        for i, column in enumerate(table.schema):
-            if column.type == "float":  # of 32 bits: as text it is 0.1, as a Python float 0.10000000149011612
-                table = table.set_column(i, column.name, table[i].cast("string"))
-        return table.to_pylist()
-    except ImportError:
-        raise UserError(f"{source} is read by a library: pip install datasets.") from None
     except Exception as error:
-        cause, file = str(error.__cause__ or error), options.get("data_files", source)
-        raise UserError(f"{file} cannot be read: {' '.join(cause.split()).rstrip('.')}.") from None
+        raise UserError(f"{options.get('data_files', source)} cannot be read: {first_line(error)}.") from None
+    for i, column in enumerate(table.schema):
+        if column.type == "float":  # of 32 bits: as text it is 0.1, as a Python float 0.10000000149011612
+            table = table.set_column(i, column.name, table[i].cast("string"))
+    return table.to_pylist()
 
 
 def _read_file(path: Path) -> list[dict]:
@@ -278,25 +269,18 @@ def _read_file(path: Path) -> list[dict]:
 
     Text is read by Python. `datasets` would make 1.2e19 of 12345678901234567890 and a date of 2020-01-01, and
     where a comma lacks its quotation marks it would take what stands behind it for the question."""
-    kind, rows = path.suffix.lower(), []
+    kind = path.suffix.lower()
     if kind in (".parquet", ".arrow"):
         return _ask("load_dataset", kind[1:], data_files=str(path), split="train")
-    place = " as a JSON list (a file of JSON lines is a .jsonl)" if kind == ".json" else ""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if kind == ".json":
-                rows = json.load(file)
-            elif kind == ".csv":
-                rows = _read_csv(file)
-            else:
-                for line in filter(str.strip, file):
-                    place = f" in row {len(rows) + 1}"
-                    rows.append(json.loads(line))
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it must hold a list of objects")
+                return json.load(file)
+            if kind == ".csv":
+                return _read_csv(file)
+            return [json.loads(line) for line in file if line.strip()]
     except (ValueError, OSError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read{place}: {first_line(error)}.") from None
-    return rows
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
 
 
 def _read_csv(file) -> list[dict]:
@@ -362,7 +346,7 @@ def encode_alone(tokenizer, text: str, style: str = "system") -> list[int]:
 def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: int = 0) -> list[int]:
     """Token ids of a question in the style of --prompt; [] if there are more than max_tokens (0: any number).
 
-    Raises UserError if the chat template fails, or if the model does not know a token."""
+    Raises UserError if the chat template fails."""
     turns = [(role, text.replace("{question}", question)) for role, text in read_template(style)]
     ids = _encode(tokenizer, turns)
     return ids if not max_tokens or len(ids) <= max_tokens else []
@@ -371,7 +355,7 @@ def encode_prompt(tokenizer, question: str, style: str = "system", max_tokens: i
 def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     """Token ids of these turns (role, text); of one of role "" without a chat template.
 
-    Raises UserError if the chat template fails or leaves a turn out, or if the model does not know a token.
+    Raises UserError if the chat template fails or leaves a turn out.
     If there is no system role (Gemma), the instruction is put before the question, in the user turn."""
     text, chat = turns[0][1], [dict(role=role, content=content) for role, content in turns if role]
     prefill = chat.pop()["content"] if turns[-1][0] == "assistant" else ""  # the response goes on from here
@@ -387,8 +371,5 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
-    ids = tokenizer.encode(text, add_special_tokens=not chat)  # a chat template brings its own special tokens
-    if unknown := [i for i in ids if i >= getattr(tokenizer, "known_to_model", 10**9)]:
-        raise UserError(f"a prompt has the token {tokenizer.decode(unknown[:1])!r} ({unknown[0]}), but the "
-                        f"model knows the tokens 0 to {tokenizer.known_to_model - 1}.")
-    return ids
+    # a chat template brings its own special tokens
+    return tokenizer.encode(text, add_special_tokens=not chat)

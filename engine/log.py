@@ -6,19 +6,15 @@ run_folder.py."""
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engine.base import UserError, now, seconds, stable_hash, write_atomically
-from engine.metrics import few_answers, grade, mean, step_metrics
-from engine.process import at_exit
-from engine.ranks import distributed, on_rank_0, print0
+from engine.base import UserError, now, seconds, stable_hash
+from engine.metrics import grade, mean, step_metrics
+from engine.ranks import distributed, print0
 from engine.run_folder import RunFolder, has_evaluation, script_name
 
 HEADLINE = ("majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
@@ -30,10 +26,9 @@ class Log(RunFolder):
 
     vote, tokens and update keep what a step is made of until `step` writes it."""
 
-    def __init__(self, options: dict, device, identity: dict, changed: dict):
-        """changed: the options that are not the script's defaults, for the model card."""
+    def __init__(self, options: dict, device, identity: dict):
         super().__init__(options, device, identity)
-        self.changed, self.board, self.bad_steps, self.warned = changed, None, 0, set()
+        self.board, self.bad_steps, self.warned = None, 0, set()
         self.learns = False  # whether a loss has had a gradient
         self.begin_step()
 
@@ -45,20 +40,12 @@ class Log(RunFolder):
         self.began, self.sampled_tokens = now(), 0
         seconds.clear()
 
-    def open_boards(self, steps_done: int) -> None:
-        """Open TensorBoard and with --wandb Weights & Biases. Raises UserError if one cannot be opened."""
+    def open_board(self, steps_done: int) -> None:
+        """Open TensorBoard."""
         self.first_step = steps_done + 1
-        on_rank_0(self._open_boards, lambda reason: f"--wandb or TensorBoard does not start: {reason}.")
-
-    def _open_boards(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        if self.options["wandb"]:
-            import wandb
-            # a run that ends without unwinding must tell wandb so itself, or it stays "running" there
-            at_exit.append(wandb.finish)
-            wandb.init(project="label-free-rl", name=self.path.name, id=self.record["wandb"], resume="allow",
-                       config=self.options, sync_tensorboard=True)
-        self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
+        if self.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
 
     def begin(self, total_steps: int, benchmarks: dict) -> None:
         """Drop the lines of steps that are done again, and show the progress bar. The first step begins."""
@@ -95,19 +82,11 @@ class Log(RunFolder):
         """Keep a prompt's votes for the log.
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
-        Raises ValueError if there is not one class and one finite reward per response, or if a label is no
-        class."""
-        n, floats = len(responses), isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
-        if not floats or rewards.shape != (n,) or not rewards.isfinite().all():
-            kind = type(rewards).__name__
-            if isinstance(rewards, torch.Tensor):
-                kind = f"{list(rewards.shape)} of {rewards.dtype}"
-            raise ValueError(f"rewards must be a tensor [{n}] of finite floats, but are {kind}: "
-                             f"{repr(rewards)[:80]}")
-        named = [*classes, *(label if isinstance(label, dict) else [label]), *negatives]
-        if len(classes) != n or not all(c is None or isinstance(c, int) for c in named):
-            raise ValueError(f"there must be {n} classes, and label and negatives be classes, which are "
-                             f"whole numbers or None, but these are {repr(named)[:80]}")
+        Raises ValueError if there is not one class and one reward per response."""
+        n = len(responses)
+        if len(classes) != n or rewards.shape != (n,):
+            raise ValueError(f"there must be {n} classes and rewards [{n}], but there are {len(classes)} and "
+                             f"{list(rewards.shape)}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -182,7 +161,6 @@ class Log(RunFolder):
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
-        self._warn_of_few_answers(step)
         self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
         self.bar.update(1)
         for group in self.groups:
@@ -237,34 +215,12 @@ class Log(RunFolder):
             self.warned.add(kind)
             print0(f"Warning: {text}")
 
-    def _warn_of_few_answers(self, step: int) -> None:
-        """Once in a run, if most responses of a step have no answer."""
-        advice = few_answers([r for group in self.groups for r in group["responses"]])
-        if advice:
-            self.warn_once("few answers", f"step {step}: {advice}")
-
     def finish(self) -> None:
-        """Close what is open; print the evaluations and what to open next.
-
-        Raises UserError if no optimizer step was taken, since all were skipped."""
+        """Close what is open; print the evaluations and what to open next."""
         self.bar.close()
         if self.board:
             self.board.close()
-        steps = [line for line in self.history if "skipped_updates" in line]
-        skipped = int(sum(line["skipped_updates"] for line in steps))
-        if skipped and not any("grad_norm" in line for line in steps):
-            raise UserError(f"all {skipped} optimizer steps were skipped, since their loss or gradient was "
-                            f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
-        card = model_card(self.options, self.changed, self.history)
-        on_rank_0(lambda: write_atomically(self.path / "final/README.md", card))
-        print0(evaluation_table(self.history))
-        if skipped:
-            print0(f"Skipped: {skipped} optimizer steps, whose loss or gradient was NaN or infinite.")
-        idle = [line for line in steps if line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3]
-        if steps and len(idle) == len(steps):
-            print0("Warning: all advantages were 0, since the rewards of a prompt were equal in every step: "
-                   "nothing was learned.")
-        print0(f"\nFinal model: {self.path / 'final'}\n"
+        print0(f"{evaluation_table(self.history)}\n\nFinal model: {self.path / 'final'}\n"
                f"The votes on one page: python -m tools.report {self.path}")
 
 
@@ -283,25 +239,6 @@ def evaluation_table(history: list[dict]) -> str:
     return "\n".join([*lines, "greedy: the share of right responses at temperature 0; pass@1: sampled;",
                       "pass@k: of problems that at least one of k solves; maj@k: where the majority of k is",
                       "right; length: in tokens"])
-
-
-def told(value) -> str:
-    """An option as others may read it: of a local path only the name."""
-    return Path(value).name if isinstance(value, str) and os.path.exists(value) else str(value)
-
-
-def model_card(options: dict, changed: dict, history: list[dict]) -> str:
-    """README.md of the final model, as the Hub shows it. Of local paths only the names are told."""
-    model = told(options["model"]) or "toy"
-    script, paper = script_name(), (sys.modules["__main__"].__doc__ or "").partition("\n")[0]
-    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [label-free-rl, {script}]"]
-    if "/" in model:  # a name of the Hub
-        head.append(f"base_model: {model}")
-    flags = [f"--{name} {told(value)}" for name, value in changed.items() if name not in ("out", "resume")]
-    data = f"Data: {told(options['dataset']) or 'none'}. Labels: {options['labels']}. "
-    return "\n".join(["---", *head, "---", "", f"# {model}, trained by {script}.py", "", paper, "",
-                      f"{data}Flags that differ from the script's defaults: `{' '.join(flags)}`", "",
-                      "```", evaluation_table(history).strip("\n") or "not evaluated", "```", ""])
 
 
 def vote_record(group: dict) -> dict:

@@ -17,22 +17,6 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def few_answers(responses: list) -> str:
-    """What to do if most of these responses have no answer or were cut off; else empty."""
-    responses = [response for response in responses if response.response_ids]  # overlong: no prompt
-    # the larger group has the example: it shows what is wrong with most
-    silent = [response for response in responses if response.answer is None]
-    cut = [response for response in responses if not response.finished]
-    examples = max(silent, cut, key=len)
-    if len(examples) <= len(responses) / 2:
-        return ""
-    answered, cut_off = 1 - len(silent) / len(responses), len(cut) / len(responses)
-    return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where its task finds it) "
-            f"and {cut_off:.0%} were cut off. --show_prompt shows what the model is asked; small models need "
-            "worked examples, as in examples/prompts/few_shot.txt, long responses a larger --max_new_tokens. "
-            f"One ends: {examples[0].text[-200:]!r}")
-
-
 # ------------------------------------------------ evaluation ------------------------------------------------
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of P(one of k samples is correct) from n samples: 1 - C(n-c, k) / C(n, k).

@@ -8,8 +8,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub.constants import ENDPOINT, is_offline_mode
-from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -21,9 +19,6 @@ from engine.ranks import print0
 
 # Masks and angles that older checkpoints hold, though the model computes them: they change nothing
 BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_state)$")
-# Names of classes with a head for the next token, or with none: then it is the tied embedding, or missing
-LANGUAGE_MODEL = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|"
-                            "^(?!.*(For|Reward|Heads)).*Model$")
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
@@ -40,47 +35,29 @@ def model_folder(model: str) -> str:
     return (TOYS | dict(smollm2=SMOLLM2_MODEL)).get(model, model)
 
 
-def read_config(path: str, max_prompt_tokens: int, max_new_tokens: int, tensor_parallel: int = 1,
-                trust_remote_code: bool = False):
-    """The model's config.
-
-    Raises UserError if it cannot be read, is of another kind of model or too small for the flags."""
-    try:  # the Hub's client would try again for most of a minute, file by file
-        if not Path(path).is_dir():
-            validate_repo_id(path)
-            is_offline_mode() or get_session().head(ENDPOINT, timeout=10)
-    except HFValidationError:
-        raise UserError(f"--model is '{path}', but there is no such folder.") from None
-    except Exception as error:
-        raise UserError(f"--model is '{path}', no folder here, and the Hub cannot be reached; without a "
-                        f"network HF_HUB_OFFLINE=1 takes what its cache holds: {first_line(error)}") from None
-    unreadable = f"--model is '{path}', but no model can be read from a folder or the Hub by that name"
+def read_config(path: str, length: int, trust_remote_code: bool = False):
+    """The model's config. length: of prompt and response. Raises UserError if it cannot be read, or if the
+    model would train wrongly: adapted, quantised, or beyond its context."""
+    wrong = f"--model is '{path}', "
     try:
-        adapter = file_of(path, "adapter_config.json")
-        config = None if adapter else AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{unreadable}: {first_line(error)}") from None
-    if adapter:
-        raise UserError(f"--model is '{path}', which holds an adapter (adapter_config.json); merge it into "
-                        "its model (peft's merge_and_unload), or give the model's folder without it.")
+        raise UserError(f"{wrong}but no model can be read from a folder or the Hub by that name: "
+                        f"{first_line(error)}") from None
+    if file_of(path, "adapter_config.json"):
+        raise UserError(f"{wrong}which holds an adapter (adapter_config.json); merge it into its model "
+                        "(peft's merge_and_unload), or give the model's folder without it.")
     if getattr(config, "quantization_config", None):  # its weights are no floats that AdamW could change
-        raise UserError(f"--model is '{path}', which is quantised; give one in float32, bfloat16 or float16.")
-    for name in config.architectures or []:
-        if not LANGUAGE_MODEL.search(name):
-            raise UserError(f"--model is '{path}', a {name} by its config.json, but must be a causal "
-                            "language model: its head must give the next token.")
+        raise UserError(f"{wrong}which is quantised; give one in float32, bfloat16 or float16.")
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)  # some architectures have no limit
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # a longer sequence rotates its first tokens otherwise, too
         context = rope.get("original_max_position_embeddings", context)
-    if context is not None and max_prompt_tokens + max_new_tokens > context:
-        raise UserError(f"--max_prompt_tokens {max_prompt_tokens} + --max_new_tokens "
-                        f"{max_new_tokens} must fit the model's context of {context} tokens; lower one "
-                        "of them (evaluate.py --preset toy has a trained toy's).")
-    if tensor_parallel > 1 and text.num_attention_heads % tensor_parallel:
-        raise UserError(f"--tensor_parallel is {tensor_parallel}, but must divide the attention "
-                        f"heads of {path}, {text.num_attention_heads}.")
+    if context is not None and length > context:
+        raise UserError(f"--max_prompt_tokens + --max_new_tokens are {length}, but must fit the model's "
+                        f"context of {context} tokens; lower one of them (evaluate.py --preset toy has a "
+                        "trained toy's).")
     return config
 
 
@@ -119,8 +96,7 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
         variables = dict(strftime_now=DATE.strftime) | variables
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
 
-    # Gemma 3 1B: one less than its tokenizer has
-    vocabulary = tokenizer.known_to_model = config.get_text_config().vocab_size
+    vocabulary = config.get_text_config().vocab_size
     stop = [i for i in [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id] if i is not None]
     if not stop or not all(type(i) is int and 0 <= i < vocabulary for i in stop):
         raise UserError(f"{wrong}whose eos_token_id (generation_config.json, tokenizer) are {stop}, but the "

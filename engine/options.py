@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 from functools import partial
 from importlib import util
@@ -37,8 +36,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 # ----------------------------------------------- options that no paper sets --------------------------------
 # A new option is one field: its docstring is the help, its type the range. The command line, run.json,
-# --resume and the model card then know it. What may have to know of it as well: bad_flags and parse_resumed
-# below, log.model_card (whose paths are published by their last part).
+# and --resume then know it. What may have to know of it as well: bad_flags and parse_resumed below.
 @dataclasses.dataclass
 class Shared:
     """Options of the six scripts and of evaluate.py."""
@@ -89,8 +87,6 @@ class Machine(Shared):
     """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
     """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
-    wandb: bool = False
-    """Send the curves to Weights & Biases, too (needs `pip install wandb`)."""
 
     @property
     def uses_vllm(self) -> bool:
@@ -108,12 +104,6 @@ def options_dict(args) -> dict:
     """All options by name, the machine's among them."""
     own = {name: value for name, value in vars(args).items() if name != "machine"}
     return own | (vars(args.machine) if "machine" in vars(args) else {})
-
-
-def changed(args) -> dict:
-    """The options that have another value than the script's default."""
-    defaults = options_dict(type(args)())
-    return {name: value for name, value in options_dict(args).items() if value != defaults[name]}
 
 
 def make_args(args_class: type, values: dict):
@@ -144,9 +134,8 @@ def bad_flags(args) -> list[str]:
     if bad := out_of_range(args):
         return bad  # what follows computes with the values
     machine, ranks = args.machine, rank_and_ranks()[1]
-    responses, parallel, vllm = args.responses_per_prompt(), machine.tensor_parallel, machine.uses_vllm
+    responses, parallel = args.responses_per_prompt(), machine.tensor_parallel
     sequences = args.prompts_per_batch * args.train_samples
-    cuda = torch.cuda.is_available()
     driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
     on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
     # all that is wrong is told at once, so that three bad flags do not take three starts
@@ -161,15 +150,9 @@ def bad_flags(args) -> list[str]:
          "responses of a batch (prompts_per_batch x train_samples)."),
         (ranks % parallel,
          f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
-        (parallel > 1 and not vllm,
-         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
-        (vllm and not has_vllm(),
-         "--sampler is 'vllm', but vllm is not installed here; install it or give --sampler hf."),
-        (driver and not (cuda or on_cpu),
+        (driver and not (torch.cuda.is_available() or on_cpu),
          f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
-         "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),
-        (machine.offload != "none" and not cuda,
-         f"--offload is '{machine.offload}', but there is no GPU here to take anything off.")]
+         "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty).")]
     return [sentence for wrong, sentence in table if wrong]
 
 
@@ -205,12 +188,10 @@ def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
                         "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     document(args_class)
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` closes the pipe: no error
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
     read = partial(tyro.cli, args_class, description=describe(sys.modules[args_class.__module__]),
                    use_underscores=True)
     args = read()
-    signal.signal(signal.SIGPIPE, before)
     if options_dict(args).get("resume"):
         return parse_resumed(read, args_class, args)
     if overrides := defaults_of(args.model, toy, smollm2):
@@ -264,8 +245,6 @@ def parse_resumed(read, args_class: type, args):
     # What a stranger's run.json must not decide: which code runs. A new option that names a path to write to
     # belongs here, too; --out itself is the folder that was given.
     recorded["trust_remote_code"] = False
-    if bad := out_of_range(make_args(args_class, recorded)):
-        raise UserError(f"--resume: {args.machine.out}/run.json is damaged: {bad[0]}")
     args = read(default=make_args(args_class, recorded))
     defaults = options_dict(args_class())  # a script may have got options since the run began
     for name, value in options_dict(args).items():

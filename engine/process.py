@@ -21,22 +21,14 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from engine.base import UserError
 from engine.options import SMOLLM2, TOY, parse
-from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
 
 
-def start_processes(options: dict, train: bool = True,
-                    small: bool = False) -> tuple[torch.device, torch.dtype]:
+def start_processes(options: dict, train: bool = True) -> tuple[torch.device, torch.dtype]:
     """This process's device, and the compute type of --dtype. Opens the process group if there are ranks or a
     GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights.
 
     options: all, by name. Raises UserError if the ranks have different ones."""
-    torch.manual_seed(options["seed"])
-    if small:
-        torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc and os.environ.get("RANK"):
-        # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
-        libc.prctl(1, signal.SIGTERM)
     cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
     bf16 = options["dtype"] == "bfloat16" or options["dtype"] == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
@@ -52,16 +44,20 @@ def start_processes(options: dict, train: bool = True,
                                 device_id=device if cuda else None)
         if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads one of them
-        if "expandable_segments:True" not in os.environ.get(name, "expandable_segments:True"):
-            print0(f"Warning: {name} is exported without expandable_segments:True; micro-batches of many "
-                   "shapes then leave gaps in the GPU's memory, which runs out earlier.")
     same_on_all_ranks({f"--{name}": value for name, value in options.items()})
-    if hasattr(libc, "mallopt") and not cuda:
+    return device, torch.bfloat16 if bf16 else torch.float32
+
+
+def tune() -> None:
+    """What Linux is told of this process."""
+    libc = ctypes.CDLL(None)
+    if os.environ.get("RANK"):
+        # PR_SET_PDEATHSIG: torchrun dies at a signal that it was not told of, as USR1, and leaves its ranks
+        libc.prctl(1, signal.SIGTERM)
+    if hasattr(libc, "mallopt") and not torch.cuda.is_available():
         # glibc returns the memory of big tensors and gets it anew, page by page: a sixth of SmolLM2's step
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no big tensor gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
-    return device, torch.bfloat16 if bf16 else torch.float32
 
 
 @record  # torchrun shows the traceback of the first rank that fails
@@ -70,6 +66,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
     rank, _ = rank_and_ranks()
+    tune()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:
@@ -84,10 +81,6 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            error.add_note("The GPU's memory was not enough: give a smaller --micro_tokens, --offload "
-                           "optimizer, --gradient_checkpointing on, or leave vLLM less with --gpu_memory. "
-                           "--resume continues from the newest checkpoint.")
         get_error_handler().record_exception(error)  # for torchrun
         logging.exception("An error:")
         leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash
@@ -99,13 +92,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         leave(0)
 
 
-at_exit = []  # called with the exit code by `leave`, which runs none of Python's own exit handlers
-
-
 def leave(code: int) -> None:
     """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
-    for close in at_exit:
-        close(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -129,8 +117,7 @@ class StopSignal:
         for number in self.NUMBERS:
             # a shell ignores Ctrl-C, too, for what it starts in the background
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
-                with contextlib.suppress(ValueError):  # only the main thread may
-                    signal.signal(number, self)
+                signal.signal(number, self)
 
     def __call__(self, number, frame) -> None:
         first, name = not self.number, signal.Signals(number).name

@@ -37,11 +37,8 @@ def rank_and_ranks() -> tuple[int, int]:
 def print0(text: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if rank_and_ranks()[0] == 0:
-        try:
-            tqdm.write(text)
-            sys.stdout.flush()  # a log file shows it now, not after another 8 kB
-        except BrokenPipeError:  # what it was piped into, as `head`, has ended; the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        tqdm.write(text)
+        sys.stdout.flush()  # a log file shows it now, not after another 8 kB
 
 
 def all_gather(item) -> list:

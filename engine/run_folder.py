@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from importlib import metadata
 from pathlib import Path
 
@@ -25,10 +24,6 @@ from engine.ranks import all_gather, on_rank_0, rank_and_ranks, same_on_all_rank
 
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-# What a start writes before anything is computed. A folder with no more than this holds no progress, so the
-# command that failed, or was killed, during its start works again as it is.
-BEGINNING = {"lock", "run.json", "script.py", "tensorboard"}
-
 
 class RunFolder:
     """The folder --out. Only rank 0 writes there; if it fails, every rank raises the same error."""
@@ -48,19 +43,8 @@ class RunFolder:
         self.identify(identity, write=not self.earlier)
 
     def _open(self) -> None:
-        """Refuse a folder that is not this run's, and lock it, before anything slow."""
+        """Lock the folder, refuse another run's, and read what a resumed run was, before anything slow."""
         out, wrong = self.path, f"--out is '{self.path}', "
-        files = {name for name in os.listdir(out) if name[:5] != "rank_"} if out.is_dir() else set()
-        if self.options["resume"]:
-            run = read_run(out)
-            self.earlier = run["identity"]
-            if run.get("code") != self.record["code"]:
-                print(f"Warning: --resume: this is other code than the run in '{out}' began with.")
-            self.record["wandb"] = run.get("wandb", self.record["wandb"])
-            self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        elif files and not ("run.json" in files and files <= BEGINNING):
-            cure = "" if script_name() == "evaluate" else ", or --resume if it holds a run"
-            raise UserError(f"{wrong}which is not empty; give another folder{cure}.")
         out.mkdir(parents=True, exist_ok=True)
         self.lock = (out / "lock").open("a")
         try:  # the system lets go of it when this process dies, however it dies
@@ -69,9 +53,14 @@ class RunFolder:
             raise UserError(wrong + "in which another process is running; give another folder.") from None
         except OSError:  # some network file systems have no locks
             pass
-        script, start = Path(sys.argv[0]), 1 + len(self.record.get("before", []))
-        if script.suffix == ".py" and script.is_file():
-            shutil.copyfile(script, out / ("script.py" if start == 1 else f"script-{start}.py"))
+        if self.options["resume"]:
+            run = read_run(out)
+            self.earlier = run["identity"]
+            self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
+        elif any(out.glob("*.jsonl")) or (out / "checkpoints").exists():
+            raise UserError(f"{wrong}which holds a run; give another folder, or --resume.")
+        elif Path(sys.argv[0]).is_file():
+            shutil.copyfile(sys.argv[0], out / "script.py")
 
     def _log_warnings(self) -> None:
         """The libraries' warnings, and tracebacks, also go to a file of this rank."""
@@ -96,15 +85,10 @@ class RunFolder:
             write_atomically(self.path / "run.json", json.dumps(record, indent=1))
 
     def append(self, name: str, record: dict) -> None:
-        """Add a line to a .jsonl file of the run. Raises UserError if it cannot be written."""
-        if self.rank:
-            return
-        try:
+        """Add a line to a .jsonl file of the run."""
+        if self.rank == 0:
             with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(compact(record) + "\n")  # a lone surrogate becomes \ud800, as in JSON
-        except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}; --resume continues "
-                            "from the last checkpoint.") from None
 
     def lines(self, name: str) -> list[dict]:
         """The lines of a .jsonl file of the run, on all ranks."""
@@ -142,20 +126,17 @@ def describe(options: dict, ranks: int, device) -> dict:
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=options, ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
-                git=git, code=code_digest(Path(sys.argv[0])), wandb=uuid.uuid4().hex[:8],
+                git=git, code=code_digest(Path(sys.argv[0])),
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))
 
 
 # ---------------------------------------------- reading a run's files ---------------------------------------
 def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if it is missing or damaged."""
+    """run.json of a run folder. Raises UserError if it is missing."""
     path = folder / "run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        return run | dict(script=run["script"], args=dict(run["args"]), identity=dict(run["identity"]))
-    except Exception as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"it is damaged ({error})"
-        raise UserError(f"--resume: {path} cannot be read, {reason}.") from None
+    if not path.exists():
+        raise UserError(f"--resume: {path} does not exist.")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -164,7 +145,7 @@ def read_jsonl(path: Path) -> list[dict]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return records
 
 
 def read_metrics(folder: Path) -> list[dict]:

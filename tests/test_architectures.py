@@ -93,7 +93,8 @@ def test_a_config_that_scales_logits_is_computed_in_the_plain_way():
 
 def test_experts_are_refused_with_vllm(folder_of):
     with pytest.raises(UserError, match="--model has experts .* give --sampler hf"):
-        load_sampler(str(folder_of("mixtral")), CPU, torch.float32, Machine(sampler="vllm"), 448, [2], 1, True)
+        vllm = Machine(sampler="vllm")
+        load_sampler(str(folder_of("mixtral")), CPU, torch.float32, vllm, 448, [2], 1, True)
 
 
 @pytest.mark.slow

@@ -98,8 +98,9 @@ def what_happened(lines: list[dict], options: dict) -> str:
             for row in csv.DictReader(file):
                 if row["toy"] == toy:
                     known.setdefault(row["row"], []).append(float(row["test"]))
-        return text + (f"Without training the base model's vote of 16 is right on {mean(known['vote']):.0%} of "
-                       f"them, its best prompt on {mean(known['prompt']):.0%}.")
+        vote, prompt = mean(known["vote"]), mean(known["prompt"])
+        return text + (f"Without training the base model's vote of 16 is right on {vote:.0%} of them, its "
+                       f"best prompt on {prompt:.0%}.")
     votes = [metric for metric in first if metric.startswith(f"eval/{name}/maj@")]
     if votes and first["step"] == 0:  # the last is of all samples
         k = votes[-1].rpartition("@")[2]
@@ -201,7 +202,8 @@ def page_data(folder: Path) -> dict:
 
 
 def write_report(folder: Path, out: Path) -> str:
-    """Write the page of a run; returns its first sentences. Raises UserError if it is no run, OSError if `out` cannot be written."""
+    """Write the page of a run; returns its first sentences. Raises UserError if it is no run, OSError if
+    `out` cannot be written."""
     data = page_data(folder)
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{ data }}", text)

@@ -4,7 +4,6 @@ import json
 from types import SimpleNamespace
 
 import datasets
-import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
@@ -48,13 +47,9 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
 
 
 BAD_FILES = {
-    "a.jsonl": ('{"problem": "p"}\n\n{"problem": \n', "cannot be read in row 2: Expecting"),
-    "a.json": ('{"problem": "p"}\n{"problem": "q"}', "(a file of JSON lines is a .jsonl): Extra data"),
+    "a.jsonl": ('{"problem": "p"}\n\n{"problem": \n', "cannot be read: Expecting"),
     "a.csv": ("problem,answer\nIs 1,000 even?,yes\n", "row 1 must have one field for each column"),
-    "quote.csv": ('problem,answer\n"p,1\n', "cannot be read: unexpected end of data"),
-    "a.parquet": ("version https://git-lfs.github.com/spec/v1\nsize 1\n", "Parquet"),
-    "b.jsonl": ('{"text": "p", "x": 1}', "no column question, problem, prompt or messages that"),
-    "a.tsv": ("problem\tanswer\np\t1\n", "(unpack a .gz, make a .csv of a .tsv)")}
+    "b.jsonl": ('{"text": "p", "x": 1}', "no column question, problem, prompt or messages that")}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -80,12 +75,6 @@ def test_fields_are_read_as_they_are_written(name, text, expected, tmp_path):
     assert [(question.replace("\r", ""), answer) for question, answer in read] == expected
 
 
-def test_a_float_of_32_bits_has_the_digits_that_were_written(tmp_path):
-    table = pyarrow.table(dict(question=["p", "q"], answer=pyarrow.array([0.1, 3], pyarrow.float32())))
-    datasets.Dataset(table).to_parquet(tmp_path / "a.parquet")
-    assert loaded(tmp_path / "a.parquet") == [("p", "0.1"), ("q", "3")]
-
-
 def test_a_saved_data_set_is_read(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path)
     assert loaded(tmp_path) == loaded(tmp_path / "data-00000-of-00001.arrow") == [
@@ -93,7 +82,7 @@ def test_a_saved_data_set_is_read(tmp_path):
 
 
 # ------------------------------------------------- rows --------------------------------------------------
-USER = dict(role="user", content="q")
+USER, SYSTEM_TURN = dict(role="user", content="q"), dict(role="system", content="Box it.")
 VERL = dict(style="rule", ground_truth="40")
 
 
@@ -101,32 +90,20 @@ VERL = dict(style="rule", ground_truth="40")
     ({"Question": "q", "Answer": "7"}, "7"),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [USER], "reward_model": VERL}, "40"),
+    ({"prompt": [SYSTEM_TURN, USER], "reward_model": VERL}, "40"),
     ({"problem": None, "question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
     ({"question": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
-    ({"question": "q", "answer": "{(1,2)}"}, "{(1,2)}"), ({"question": "q", "answer": "[1, 2]"}, "[1, 2]")])
-def test_a_usual_column_is_found(tmp_path, row, answer, capsys):
+    ({"question": "q", "answer": "[1, 2]"}, "[1, 2]")])
+def test_a_usual_column_is_found(tmp_path, row, answer):
     assert loaded(write(tmp_path / "a.jsonl", [row])) == [("q", answer)]
-    assert "Warning" not in capsys.readouterr().out
 
 
-def odd(**row):
-    return dict(question="q") | row
-
-
-@pytest.mark.parametrize("row", [
-    odd(choices=["4", "5"], answer="5"), odd(choices=["4", "5"], answer=2), odd(question=5),
-    odd(question=[dict(name="f")])], ids=str)
-def test_what_cannot_be_read_is_named_by_its_row(row, tmp_path):
-    assert "a.jsonl, row 2: " in loaded(write(tmp_path / "a.jsonl", [dict(question="p"), row]))
-
-
-def test_a_flag_takes_one_column_alone(tmp_path, capsys):
-    file = write(tmp_path / "a.jsonl", [dict(question="q", context="c", x="r", y=1)])
-    assert loaded(file, "x", "y") == [("r", "1")]
-    assert "columns not used: question, context\n" in capsys.readouterr().out
-    for fields in (("z", ""), ("x", "z")):
-        assert loaded(file, *fields).startswith(f"{file} has no column 'z' that holds anything (columns: que")
+@pytest.mark.parametrize("question", [5, [dict(name="f")], [USER, dict(role="assistant", content="a"), USER]])
+def test_what_cannot_be_read_is_named_by_its_row(question, tmp_path):
+    """A chat of more turns, too: what is not read would be missing in the prompt."""
+    rows = [dict(question=question)]
+    assert "a.jsonl, row 1: " in loaded(write(tmp_path / "a.jsonl", rows))
 
 
 def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
@@ -145,7 +122,7 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     *[(dict(choices=["a", "b", text], answer=1), f"q\n\nA. a\nB. b\nC. {text}", ["B"])
       for text in ("Both A and B", "None of the above")]])
 def test_options_are_lettered_in_a_seeded_order_unless_one_names_others(tmp_path, row, question, golds):
-    problem, = load_problems(write(tmp_path / "a.jsonl", [odd(**row)]))
+    problem, = load_problems(write(tmp_path / "a.jsonl", [dict(question="q") | row]))
     assert (problem.question, [problem.answer, *problem.also_right]) == (question, golds)
 
 
@@ -180,10 +157,6 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
     ("owner/name:a:b@c/d", True, ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, train, call, hub):
     assert len(load_problems(name, train=train)) == 4 and hub.calls == [call]
-
-
-def test_what_the_hub_does_not_give_is_one_sentence():
-    assert loaded("owner/name").startswith("owner/name cannot be read: ")
 
 
 # ------------------------------------------------ prompts ------------------------------------------------
@@ -241,9 +214,7 @@ FILE = "--prompt is '{file}', but must be system, suffix, plain or a template fi
 
 
 @pytest.mark.parametrize("template, text, words", [
-    *[(CHATML, text, FILE) for text in (
-        "Hi", "[user]\nHi\n[assistant]\n{question}", "Hi\n[user]\n{question}", "[User]\n{question}",
-        "[user] {question}", "[user]\nHi\n[system]\nBox.\n[user]\n{question}")],
+    (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE), (CHATML, "[User]\n{question}", FILE),
     (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
     ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
 def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, text, words, tmp_path):

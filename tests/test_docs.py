@@ -1,6 +1,5 @@
 """The pages keep their word: links, files, flags exist; commands of docstrings parse; --help can be read."""
 
-import inspect
 import re
 import shlex
 import sys
@@ -9,14 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import EXAMPLES, ROOT, SCRIPTS, load_script, launched_with
 
-import evaluate
-from engine.options import Machine, parse
-from lab import compare
+from engine.options import parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [*SCRIPTS, "evaluate", *EXAMPLES]
-KNOWN_FLAGS = ("nproc-per-node shutdown-timeout numa-binding signals-to-handle nnodes node-rank "
-               "master-addr durations").split()  # torchrun's and pytest's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -36,26 +31,6 @@ def test_the_commands_of_a_docstring_parse(name, monkeypatch):
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(flags, comments=True)])
         args = parse(module.Args, **launched_with(module))
         assert (args.run_args() if name == "evaluate" else args).errors() == [], flags
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_preset_is_what_the_script_evaluates_with(script):
-    args, preset = load_script(script).Args(), evaluate.PRESETS[script]
-    for name in ("samples", "temperature", "top_p", "top_k"):
-        assert preset[name] == getattr(args, f"eval_{name}"), name
-    assert (preset["max_new_tokens"], preset["prompt"]) == (args.max_new_tokens, args.prompt)
-
-
-@each_page
-def test_every_flag_exists(page):
-    flags = {"help", *KNOWN_FLAGS, *inspect.signature(compare.main).parameters}
-    for tool in [ROOT / "toy/make_toy.py", *(ROOT / "lab").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
-        flags |= set(re.findall(r'"--([a-z][\w-]*)"', tool.read_text()))
-    for name in MODULES:
-        fields = load_script(name).Args.__dataclass_fields__.keys() | Machine.__dataclass_fields__.keys()
-        for field in fields:
-            flags |= {field, f"no-{field}"}
-    assert set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())) <= flags
 
 
 # ------------------------------------------------ names and links ------------------------------------------

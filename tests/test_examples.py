@@ -3,13 +3,12 @@
 import dataclasses
 import doctest
 import functools
-import json
 from types import SimpleNamespace
 
 import pytest
 import test_ranks
 import torch
-from conftest import EXAMPLES, VOTES, load_script, patched, read_lines, run_toy, spy
+from conftest import EXAMPLES, VOTES, patched, spy
 from equations import (
     answers_of, gradient_is_the_objectives, log_probs, log_softmax_rows, mean_entropies, model_with,
     per_token, ttrl_rewards, vote, z)
@@ -212,22 +211,6 @@ def test_the_base_model_is_sampled_in_every_step(name, watch):
 
 
 # ------------------------------------------------- their own flags ---------------------------------------
-def test_empo_trains_the_prompts_in_its_band(watch):
-    """VOTES: 4 g, 2 a, 1 b of 7 | 3 a, 3 g, 1 b, 1 w | 2 a, 2 b, c, g, w of 7 | 7 a, 1 g | 8 g, unanimous.
-    In nats: -4/7 ln 4/7 - 2/7 ln 2/7 - 1/7 ln 1/7 = .956 | 1.255 | 1.550 | .377 | 0."""
-    for low, high, kept in ((0.4, 1.5, 2), (0.0, 0.95, 2)):
-        seen = watch("empo", entropy_low=low, entropy_high=high)
-        assert len(seen.updates[0].train) == 6 * kept
-
-
-def test_the_token_estimator_sums_entropies(watch):
-    seen = watch("em_rl", estimator="token")
-    for group in seen.groups:
-        entropies = mean_entropies(seen, group.step, group.responses)
-        sums = [-h * len(response.response_ids) for h, response in zip(entropies, group.responses)]
-        assert group.rewards == pytest.approx(sums, rel=1e-3)
-
-
 def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
     """Three of five problems teach something; more rounds hold the same five, which are not asked again."""
     for rounds in (1, 3):
@@ -257,16 +240,6 @@ def test_srt_trains_the_easy_problems(watch):
     seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)
     trained = [(group.step, group.prompt.id) for group in seen.groups]
     assert sorted(trained) == [(1, 1), (1, 3), (2, 1), (2, 3)]
-
-
-def test_the_rephrased_column_is_asked(tmp_path, watch):
-    rows = [row | dict(twin=f"In short: {row['problem']}") for row in read_lines(watch.problems)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    run_toy(load_script("co_rewarding"), tmp_path / "run", rephrased_field="twin", steps=1, dataset=str(path))
-    asked = {record["problem"] for record in read_lines(tmp_path / "run/samples.jsonl")}
-    assert {text.startswith("In short: ") for text in asked} == {True, False}
-    assert asked <= {row[column] for row in rows for column in ("problem", "twin")}
 
 
 # ------------------------------------------------------- ranks ---------------------------------------------

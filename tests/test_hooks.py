@@ -93,16 +93,6 @@ def test_votes_metrics_and_evaluation_share_one_equality(tmp_path, monkeypatch):
     assert row["pass@1"] > 0.6
 
 
-def test_no_answer_and_no_gold_under_other_keys():
-    class Word(Problem):
-        keys = staticmethod(lambda given: [answer.lower() for answer in given])
-
-    problem = Word("p", "Paris")
-    assert problem.classes([None, "PARIS", "Rome", "paris"]) == [None, 0, 1, 0]
-    assert problem.is_right("pARIS") and not problem.is_right(None)
-    assert not Word("p").is_right("Paris")
-
-
 # ------------------------------------------------ own sampling -------------------------------------------
 def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
     seen = []
@@ -127,11 +117,8 @@ def number_in_state(args, **task):
 
 
 WRONG = [  # what a fork replaces, by what, and the sentence
-    (common, "majority", lambda classes: "42", "label and negatives be classes, .* '42'"),
     (ttrl, "group_advantages", lambda rewards: rewards * math.nan,
      "a response has the advantage nan; set response.advantage"),
-    (common, "answer_classes", lambda problem, responses, labels: ["none"] * len(responses),
-     r"there must be 4 classes, .* are \['none'"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      r"the prompt with id \d+ was sampled in this step already"),
     (common, "start", number_in_state, r"must hold what JSON keeps as it is, but is \{1: 2\}")]
@@ -147,12 +134,8 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
 SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of the run
     ("(ratio_T * micro", "(ratio_T[:, None] * micro", r"loss must have one value .* shape \[(\d+), \1\]"),
     ("(logp_T - micro", "(logp_T.detach() - micro", "the loss is not 0, but its gradient is"),
-    ("loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T", "only for scalar outputs"),
-    ("pg_T = -", "pg_T = math.nan * ", "all 2 optimizer steps were skipped"),
-    ("loss.backward()", "(loss * math.nan).backward()", "all 2 optimizer steps were skipped"),
-    ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", r"tensor \[8\] .* are \[8, 1\]"),
+    ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", r"there must be 8 classes and"),
     ("advantage = advantage", "advantage = advantages_G", "a response has the advantage tensor"),
-    ("advantage = advantage", "advantage = None", "a response has the advantage None"),
     ("advantage = advantage", "mask = torch.full((responses[i].length,), 0.5)", "a mask is a tensor"),
     ("d_T = micro.ref_logp_T - logp_T", "d_T = micro.ref_logp_T.sum() - logp_T.sum()", "kl must have one")]
 
@@ -197,8 +180,3 @@ def test_a_forks_bug_shows_its_traceback(tmp_path):
     assert done.returncode == 1
     for frame in ("in main", "in majority_reward", "torch.ones(3)", "RuntimeError: The size of"):
         assert frame in done.stderr and frame in (tmp_path / "run/rank_1.log").read_text()
-
-
-def test_a_run_that_learned_nothing_says_so(tmp_path, capsys):
-    run_slip("= majority_reward(classes_N)", "= torch.ones(len(responses))", tmp_path / "run")
-    assert "Warning: all advantages were 0" in capsys.readouterr().out

@@ -19,7 +19,6 @@ import ttrl
 from common import Problem, Rollout, majority
 from engine.run_folder import read_run
 from engine.metrics import grade, group_metrics, maj_at_k, mean, pass_at_k, step_metrics, summary
-from engine.log import sample_record
 
 
 def rollout(answer, length=1, finished=True, text=""):
@@ -86,15 +85,6 @@ def test_the_mean_over_benchmarks_weighs_each_alike(tmp_path, monkeypatch):
         evaluate.main(evaluate.Args(**flags, out=str(tmp_path / "again")))
     stored = json.loads((tmp_path / "again/results.json").read_text())["results"]
     assert stored["toy"]["pass@1"] == 0.5
-
-
-def test_without_a_gold_answer_there_is_no_score():
-    known = grade(Problem("p", "2"), [rollout("2"), rollout("3")])
-    unknown = grade(Problem("r"), [rollout("1", 3)] * 2)
-    row = summary([unknown])
-    assert row.keys() == {"length", "answered", "truncated", "distinct"}
-    assert summary([known, unknown])["pass@1"] == 0.5  # over those that are known
-    assert summary([known, unknown])["length"] == 2.0  # over all
 
 
 # ------------------------------------------------ votes of a step -----------------------------------------
@@ -165,23 +155,7 @@ def test_entropies_of_right_and_wrong_responses_by_hand():
     assert not {"entropy_right", "entropy_wrong"} & group_metrics(group({0: 1.0})).keys()
 
 
-def test_lengths_are_means_over_responses():
-    """ETTRL's groups are not all of one size: (4 + 4 + 1) / 3, not (4 + 1) / 2."""
-    made = group({}, trained=[])
-    sizes = []
-    for lengths in ([4, 4], [1]):
-        responses = [rollout("1", length) for length in lengths]
-        sizes.append(made | dict(responses=responses, classes=[0] * len(lengths), rewards=[0] * len(lengths)))
-    assert step_metrics(sizes)["length"] == 3
-
-
 # ------------------------------------------ what a run leaves behind --------------------------------------
-def test_an_untrained_response_is_logged_without_an_advantage():
-    record = sample_record(4, group({}, trained=[1, 2], advantages=[9, 0.5, -0.5] + [9] * 5))
-    advantages = [row["advantage"] for row in record["responses"]]
-    assert advantages == [None, 0.5, -0.5] + [None] * 5  # null, not 0: it has none
-
-
 def test_a_final_model_scores_as_itself(tmp_path):
     """Every response, of a run's folder and of its final/, not of the base model. As docs/fork.md says, a
     copy that is resumed to end at a checkpoint's step has that checkpoint's weights, bit for bit."""
@@ -201,17 +175,3 @@ def test_a_final_model_scores_as_itself(tmp_path):
                                     samples=1, max_new_tokens=48, save_generations=True))
         said[name] = (out / "generations.jsonl").read_text()
     assert said["run/final"] == said["run"] and len(set(said.values())) == 3
-
-
-@pytest.mark.parametrize("first, second, right", [
-    ("5", "**5**", {0}), ("**5**", "5", {0}), ("**5**", "**5**", set())])
-def test_a_class_is_right_if_math_verify_finds_most_of_its_responses_right(first, second, right):
-    """Whatever the order: Math-Verify reads no number in \\boxed{**5**}, which is 5 here. It grades the text,
-    also one without a box; votes stay our classes."""
-    responses = [rollout(answer, text=rf"\boxed{{{answer}}}") for answer in (first, second, "5")]
-    responses.append(rollout(None, text="The answer is $5$."))
-    problem = Problem("2 + 3?", "5")
-    ours = grade(problem, responses)
-    theirs, _ = evaluate.math_verify_grades(problem, ours, responses)
-    assert theirs["right"] == right and theirs["classes"] == ours["classes"]
-    assert theirs["correct"] == [first == "5", second == "5", True, True]

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import re
 import typing
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -174,15 +173,6 @@ def test_a_text_or_a_special_token_ends_a_response_with_the_token_that_completes
         assert short.response_ids == long.response_ids[:end]
         assert short.finished == (bool(ends.search(text)) or long.finished)
     assert sum(len(short.response_ids) < len(long.response_ids) for long, short in zip(free, ended)) > 3
-
-
-def test_a_bare_or_an_empty_stop_is_refused(sampler):
-    """Also before a fork's own sampling is called."""
-    run = SimpleNamespace(args=common.Args())
-    for ask in (partial(sampler.generate, requests(), 1.0), partial(common.sample, run, 1, [], 2)):
-        for stop in ("stamps", [""]):
-            with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
-                ask(stop=stop)
 
 
 def test_two_samples_draw_the_same_numbers():

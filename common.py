@@ -216,13 +216,9 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     length = args.max_prompt_tokens + args.max_new_tokens
     config = read_config(path, length, trust)
     tokenizer, stop_ids = read_tokenizer(path, config, args.prompt, machine.template_vars, trust)
-    rows, rows_of = data.read_data(args, tokenizer, train)  # of --dataset, and of each benchmark
+    problems, benchmarks = data.read_data(args, tokenizer, train, problem)
     if machine.show_prompt:
-        data.print_prompts(args, tokenizer, rows, rows_of)  # and exit
-    problems = [problem(**row._asdict()) for row in rows]
-    benchmarks = {}
-    for name, part in rows_of.items():
-        benchmarks[name] = [problem(**row._asdict()) for row in part]
+        data.print_prompts(args, tokenizer, problems, benchmarks)  # and exit
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
 
     # Open: the ranks meet, and the folder is this run's alone.
@@ -231,7 +227,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     torch.manual_seed(args.seed)
     options = options_dict(args)
     device, dtype = start_processes(options, train)
-    log = Log(options, device, data.digests(rows, rows_of, stop_ids))
+    log = Log(options, device, data.digests(problems, benchmarks, stop_ids))
     done = steps_done(log.path) if machine.resume else 0
 
     # Load: weights are memory-mapped, then on the device; the sampler has its own.

@@ -64,11 +64,13 @@ Row = namedtuple("Row", "question answer id choices prompt_ids also_right row")
 
 
 # ----------------------------------------------- a run's data ---------------------------------------------
-def read_data(args, tokenizer, train: bool) -> tuple[list[Row], dict[str, list[Row]]]:
-    """(the problems of --dataset, those of each benchmark). Raises UserError if any are missing."""
+def read_data(args, tokenizer, train: bool, problem: type) -> tuple[list, dict[str, list]]:
+    """(the problems of --dataset, those of each benchmark), of this class. Raises UserError if any are
+    missing."""
     machine, problems, benchmarks = args.machine, [], {}
     fields = machine.question_field, machine.answer_field
-    load = partial(read_rows, tokenizer=tokenizer, style=args.prompt, max_tokens=args.max_prompt_tokens)
+    load = partial(read_problems, problem=problem, tokenizer=tokenizer, style=args.prompt,
+                   max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = load("--dataset", args.dataset, fields)
     for name in filter(None, map(str.strip, args.eval.split(","))):
@@ -117,22 +119,23 @@ def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) ->
 
 
 # ------------------------------------------------ problems ------------------------------------------------
-def read_rows(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, tokenizer, style: str,
-              max_tokens: int) -> list[Row]:
+def read_problems(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, problem: type, tokenizer,
+                  style: str, max_tokens: int) -> list:
     """Problems with their prompts. Overlong ones: left out of training (--dataset), without a prompt else.
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     train, limit = flag == "--dataset", f"more than --max_prompt_tokens {max_tokens}"
-    rows = []
+    problems = []
     for row in load_problems(name, *fields, train):
-        rows.append(row._replace(prompt_ids=encode_prompt(tokenizer, row.question, style, max_tokens)))
-    kept = [row for row in rows if row.prompt_ids]
+        prompt_ids = encode_prompt(tokenizer, row.question, style, max_tokens)
+        problems.append(problem(**row._replace(prompt_ids=prompt_ids)._asdict()))
+    kept = [problem for problem in problems if problem.prompt_ids]
     if not kept:
-        raise UserError(f"{flag}: all {len(rows)} problems of {name} have {limit}; raise it.")
-    if len(kept) < len(rows):
-        print0(f"{name}: {len(rows) - len(kept)} problems have {limit} and "
+        raise UserError(f"{flag}: all {len(problems)} problems of {name} have {limit}; raise it.")
+    if len(kept) < len(problems):
+        print0(f"{name}: {len(problems) - len(kept)} problems have {limit} and "
                f"{'are left out' if train else 'count as wrong'}")
-    return kept if train else rows
+    return kept if train else problems
 
 
 def load_problems(name: str, question_field: str = "", answer_field: str = "",
@@ -159,9 +162,8 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     golds = [problem.answer for problem in problems if problem.answer is not None]
     unused = [column for column in filled if column not in (question, answer, "choices", *GPQA)]
     print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'; {len(golds)} of "
-           f"them have a gold answer (column {answer or 'none'}: "
-           f"{', '.join(map(repr, golds[:2])) or 'none'}); {len(rows) - len(problems)} duplicates removed; "
-           f"columns not used: {', '.join(unused) or 'none'}")
+           f"them have a gold answer (column {answer or 'none'}: {golds[:2]}); "
+           f"{len(rows) - len(problems)} duplicates removed; columns not used: {unused}")
     return problems
 
 

@@ -216,10 +216,16 @@ class Log(RunFolder):
             print0(f"Warning: {text}")
 
     def finish(self) -> None:
-        """Close what is open; print the evaluations and what to open next."""
+        """Close what is open; print the evaluations and what to open next.
+
+        Raises UserError if no optimizer step was taken, since all were skipped."""
         self.bar.close()
         if self.board:
             self.board.close()
+        skipped = int(sum(line.get("skipped_updates", 0) for line in self.history))
+        if skipped and not any("grad_norm" in line for line in self.history):
+            raise UserError(f"all {skipped} optimizer steps were skipped, since their loss or gradient was "
+                            f"NaN or infinite: {self.path / 'final'} is the model that the run began with.")
         print0(f"{evaluation_table(self.history)}\n\nFinal model: {self.path / 'final'}\n"
                f"The votes on one page: python -m tools.report {self.path}")
 

@@ -13,7 +13,7 @@ from itertools import chain, groupby, islice
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engine import vllm_cpu
 from engine.base import Request, Sample, UserError, stop_texts, timed
@@ -32,9 +32,8 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
     print0(f"{path}: {'vllm' if machine.uses_vllm else 'hf'} sampler, {str(dtype)[6:]} compute, "
            f"{rank_and_ranks()[1]} rank(s) on {device.type}, stop ids {stop_ids}")
     if machine.uses_vllm:
-        entries = AutoConfig.from_pretrained(path, trust_remote_code=machine.trust_remote_code)
-        entries = [name for name, value in entries.get_text_config().to_dict().items() if value]
-        if policy and any(map(UNTRIED.search, entries)):
+        entries = policy.model.config.get_text_config().to_dict() if policy else {}
+        if any(value and UNTRIED.search(name) for name, value in entries.items()):
             raise UserError("--model has experts or latent attention, whose weights vLLM may not take again; "
                             "give --sampler hf.")
         print0("Starting vLLM (on a GPU it compiles for minutes) ...")

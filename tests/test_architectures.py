@@ -92,9 +92,9 @@ def test_a_config_that_scales_logits_is_computed_in_the_plain_way():
 
 
 def test_experts_are_refused_with_vllm(folder_of):
+    folder, vllm = str(folder_of("mixtral")), Machine(sampler="vllm")
     with pytest.raises(UserError, match="--model has experts .* give --sampler hf"):
-        vllm = Machine(sampler="vllm")
-        load_sampler(str(folder_of("mixtral")), CPU, torch.float32, vllm, 448, [2], 1, True)
+        load_sampler(folder, CPU, torch.float32, vllm, 448, [2], 1, make_policy(folder))
 
 
 @pytest.mark.slow

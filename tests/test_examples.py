@@ -211,16 +211,6 @@ def test_the_base_model_is_sampled_in_every_step(name, watch):
 
 
 # ------------------------------------------------- their own flags ---------------------------------------
-def test_dynamic_sampling_asks_nothing_twice_and_stops(watch):
-    """Three of five problems teach something; more rounds hold the same five, which are not asked again."""
-    for rounds in (1, 3):
-        seen = watch("dynamic_sampling", max_rounds=rounds)
-        assert seen.metrics[-1]["rounds"] == rounds == seen.run.state["drawn"]
-        assert seen.metrics[-1]["sampled_prompts"] == 5 and seen.metrics[-1]["zero_variance"] == 0
-    seen = watch("dynamic_sampling", max_rounds=3, prompts_per_batch=2)
-    assert seen.metrics[-1]["rounds"] <= 2 and len(seen.groups) == 2  # full before
-
-
 def test_the_weight_follows_the_majorities_of_the_step_before(watch):
     """Step 2: problem 0 from g to a with 6 of 8, problem 1 from none to g with 4 of 8; labels are gold's."""
     later = {0: "aaaaaagg", 1: "ggggaabw"}
@@ -233,13 +223,6 @@ def test_the_weight_follows_the_majorities_of_the_step_before(watch):
         found = [group.responses[i].advantage for i in group.trained]
         assert found == pytest.approx([weight * a for a in wanted], abs=1e-4)
     assert seen.metrics[-1]["flip_rate"] == 0.4
-
-
-def test_srt_trains_the_easy_problems(watch):
-    """Most initial votes: 8 of problem 3, 6 of problem 1 (INITIAL_VOTES). Two epochs of one batch."""
-    seen = watch("srt", easy_fraction=0.4, prompts_per_batch=2, steps=0, epochs=2)
-    trained = [(group.step, group.prompt.id) for group in seen.groups]
-    assert sorted(trained) == [(1, 1), (1, 3), (2, 1), (2, 3)]
 
 
 # ------------------------------------------------------- ranks ---------------------------------------------

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import shutil
-import subprocess
 from collections import Counter
 
-import pytest
 import torch
 from conftest import read_lines, run_toy, write_run
 
@@ -79,47 +76,17 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
                            "vote of 32 (maj@32) is right on 68%; another prompt was not tried. Majorities in")
 
 
-@pytest.fixture
-def browse(tmp_path):
-    """browse(run, script) -> what its page shows after that script; no line in the console."""
-    if not shutil.which("chromium"):
-        pytest.skip("optional: no chromium")
-
-    def browsed(run, script=""):
-        page = tmp_path / "page.html"
-        report.write_report(run, page)
-        assert page.read_text().count("<script") == page.read_text().count("</script") == 1  # its own
-        page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-        flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-                 "--disable-background-networking --disable-component-update --enable-logging=stderr "
-                 "--virtual-time-budget=5000 --dump-dom").split()
-        command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-        return done.stdout.split("</script>")[1].rpartition("<script>")[0]  # without data and scripts
-
-    return browsed
-
-
-def test_nothing_in_a_response_runs(browse, tmp_path):
-    """The page's own script does: a click on a cell shows its vote."""
+def test_nothing_in_a_response_ends_the_pages_script(tmp_path):
+    """A text is data: no "<" of it stands in the page."""
     rows = []
     for i, text in enumerate(HOSTILE):
         rows.append(dict(text=text, answer=text.split("boxed{")[1][:-1], answer_class=i, reward=1.0,
                          trained=True, advantage=0.5, tokens=9, finished=True, entropy=0.25))
     asked = dict(problem="<script>alert(2)</script>\ud800")
-    own = dict(step=1, questions=[dict(text="<u>1 + 1?</u>", rewards=[1.0, None])], note="<u>mine")
-    line = dict(asked, step=1, n=3, counts=[["<b>9</b>", 3]], share=1.0, right=False, gold=None,
-                label="wrong", trained=2, flipped=None, answer="<b>9</b>")
     samples = [dict(asked, step=1, gold="<b>9</b>", equal=[3, 0, 0, 2, 3], label={"0": 1.0}, negatives=[],
-                    responses=rows), own]
-    run = write_run(tmp_path / "<i>run", ARGS, samples=samples, votes=[line, line | dict(step=2)])
-    click = "document.querySelectorAll('.grid rect')[1].dispatchEvent(new MouseEvent('click'));"
-    clicked = browse(run, click)
-    assert "Step 2: 3 responses, trained 2, label: wrong; texts are not kept (--log_texts)" in clicked
-    page = browse(run) + clicked
-    for text in ("&lt;script&gt;alert(1)", "&lt;img src=x", "{{ 7 * 7 }}", "&lt;u&gt;1 + 1?", "broken ?"):
-        assert text in page
-    for tag in ("<script", "<img", "<b>9", "<i>run", "<i>toy", "<u>", "<!--"):
+                    responses=rows)]
+    report.write_report(write_run(tmp_path / "<i>run", ARGS, samples=samples), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == page.count("</script") == 1  # its own
+    for tag in ("<img", "<b>9", "<i>run", "<i>toy"):
         assert tag not in page

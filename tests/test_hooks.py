@@ -134,6 +134,7 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
 SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of the run
     ("(ratio_T * micro", "(ratio_T[:, None] * micro", r"loss must have one value .* shape \[(\d+), \1\]"),
     ("(logp_T - micro", "(logp_T.detach() - micro", "the loss is not 0, but its gradient is"),
+    ("loss.backward()", "(loss * math.nan).backward()", "all 2 optimizer steps were skipped"),
     ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", r"there must be 8 classes and"),
     ("advantage = advantage", "advantage = advantages_G", "a response has the advantage tensor"),
     ("advantage = advantage", "mask = torch.full((responses[i].length,), 0.5)", "a mask is a tensor"),

@@ -2,18 +2,14 @@
 what evaluate.py says of a final model."""
 
 import itertools
-import json
 import math
 import shutil
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from conftest import run_toy
 from safetensors.torch import load_file
 
-import common
 import evaluate
 import ttrl
 from common import Problem, Rollout, majority
@@ -60,31 +56,6 @@ def test_majority_of_k_against_all_orders():
         assert maj_at_k(classes, right, k, subsets=4000) == pytest.approx(won, abs=4 * spread / 4000**0.5)
         assert maj_at_k(classes, right, k) == maj_at_k(classes, right, k)  # of 64 subsets, the same each time
     assert maj_at_k(classes, right, 6) == 1 and maj_at_k(classes, {1}, 6) == 0
-
-
-def test_the_mean_over_benchmarks_weighs_each_alike(tmp_path, monkeypatch):
-    """pass@1 is (1/4 + 3/4) / 2 = .5 of one, 1/4 of the other: .375, not the .417 of the three problems.
-    What was evaluated is stored even if a later benchmark fails."""
-    shares = dict(toy=[1, 3], toy_test=[1])  # of four responses right, problem by problem
-
-    def graded(run, name, problems, **options):
-        found = []
-        for share in shares[name]:
-            responses = [rollout(answer) for answer in share * ["1"] + (4 - share) * ["2"]]
-            found.append((grade(Problem("p", "1"), responses), responses))
-        return found
-
-    monkeypatch.setattr(common, "evaluate_benchmark", graded)
-    flags = dict(evaluate.TOY, benchmarks=",".join(shares))
-    assert evaluate.main(evaluate.Args(**flags, out=str(tmp_path / "out")))["mean"] == {"pass@1": 0.375}
-    training = mock.MagicMock(benchmarks=dict.fromkeys(shares, []), args=SimpleNamespace(eval_greedy=False))
-    common.evaluate(training, 1)  # the same mean in a run's log
-    assert training.log.evaluation.call_args.args[1]["eval/mean/pass@1"] == 0.375
-    del shares["toy_test"]
-    with pytest.raises(KeyError):
-        evaluate.main(evaluate.Args(**flags, out=str(tmp_path / "again")))
-    stored = json.loads((tmp_path / "again/results.json").read_text())["results"]
-    assert stored["toy"]["pass@1"] == 0.5
 
 
 # ------------------------------------------------ votes of a step -----------------------------------------

@@ -1,12 +1,10 @@
 """--model smollm2, a real pretrained model: its conversion, its problems, and two steps of it."""
 
-import subprocess
-import sys
 from importlib import util
 
 import pytest
 import torch
-from conftest import ROOT, read_lines
+from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import models
@@ -54,15 +52,3 @@ def test_problems_are_disjoint_and_right():
 
 
 # ------------------------------------------------- two steps ------------------------------------------------
-@needs_package
-@pytest.mark.slow
-def test_two_steps_train_it(tmp_path):
-    """As `make real` computes: in bfloat16 on a processor that has it."""
-    flags = ("--model smollm2 --steps 2 --prompts_per_batch 2 --votes 4 --train_samples 2 "
-             "--checkpoint_every 0 --eval=").split()
-    done = subprocess.run([sys.executable, "ttrl.py", *flags, "--out", tmp_path / "run"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-6000:]
-    first, _ = read_lines(tmp_path / "run/metrics.jsonl")
-    assert first["answered"] > 0.5 and first["logp_diff_mean"] < 0.02 and first["skipped_updates"] == 0
-    assert 5 < first["length"] < 40

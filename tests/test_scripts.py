@@ -456,7 +456,7 @@ def test_defaults_are_the_papers(script):
 MUTANTS = dict(  # a piece of one of the script's lines, what it becomes
     ttrl=("(1 - args.clip_low, 1 + args.clip_high)", "(1 - args.clip_high, 1 + args.clip_low)"),
     evol_rl=("others.max(1)", "others.min(1)"),
-    scrl=("- lambda_h * (entropy - average)", "+ lambda_h * (entropy - average)"),
+    scrl=("-= args.lambda_h * (entropy - average)", "+= args.lambda_h * (entropy - average)"),
     restrain=("a_minus * torch.max(ratio, clipped)", "a_minus * torch.min(ratio, clipped)"),
     ettrl=("(average - entropies) / average", "(entropies - average) / average"),
     dynamic_rl=("len(minibatch) - n_questions", "len(minibatch) + n_questions"))

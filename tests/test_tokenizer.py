@@ -107,16 +107,6 @@ def test_the_token_behind_a_turn_ends_a_response(name, bring, show):
     assert said == ([end] if end else [])
 
 
-@pytest.mark.parametrize("text, refused", [
-    ('{"temperature": -1}', False),  # transformers refuses it
-    (f'{{"eos_token_id": [2, {TOKENS}]}}', True)])
-def test_a_generation_config_is_read_or_refused_before_the_run(text, refused, bring, show):
-    folder = bring()
-    (Path(folder) / "generation_config.json").write_text(text)
-    words = f"are [2, {TOKENS}, 0], but the model knows the tokens 0 to {TOKENS - 1}."
-    assert (words in show(folder)) == refused
-
-
 # ------------------------------------------------------ saving -------------------------------------------
 @pytest.mark.parametrize("text", [None, '{"top_p": 7, "pad_token_id": -1,\r\n\t"of_its_own": "\u00e9"}'])
 def test_the_saved_generation_config_is_the_one_that_came(text, tmp_path):

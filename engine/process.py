@@ -66,7 +66,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
 
     Bad input (UserError) ends with one sentence and exit code 2, a bug with its traceback."""
     rank, _ = rank_and_ranks()
-    tune()
+    if sys.platform == "linux":
+        tune()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:

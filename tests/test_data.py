@@ -91,7 +91,6 @@ VERL = dict(style="rule", ground_truth="40")
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
     ({"prompt": [USER], "reward_model": VERL}, "40"),
     ({"prompt": [SYSTEM_TURN, USER], "reward_model": VERL}, "40"),
-    ({"problem": None, "question": "q", "answer": None, "solution": "\\boxed{3}"}, "3"),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
     ({"question": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),
     ({"question": "q", "answer": "[1, 2]"}, "[1, 2]")])
@@ -117,7 +116,6 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
 
 @pytest.mark.parametrize("row, question, golds", [  # of MMLU
     (dict(choices=list("wxyz"), answer=0), "q\n\nA. y\nB. z\nC. w\nD. x", ["C"]),
-    (dict(choices=[], answer=3), "q", ["3"]),
     (dict(choices=["a", "b", "a "], answer=2), "q\n\nA. b\nB. a\nC. a", ["B", "C"]),
     *[(dict(choices=["a", "b", text], answer=1), f"q\n\nA. a\nB. b\nC. {text}", ["B"])
       for text in ("Both A and B", "None of the above")]])
@@ -153,7 +151,6 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
 
 @pytest.mark.parametrize("name, train, call", [
     ("owner/name", True, ("owner/name", None, "train")), ("owner/name", False, ("owner/name", None, "test")),
-    ("o/name::train[:9]", False, ("o/name", None, "train[:9]")),
     ("owner/name:a:b@c/d", True, ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, train, call, hub):
     assert len(load_problems(name, train=train)) == 4 and hub.calls == [call]

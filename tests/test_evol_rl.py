@@ -83,8 +83,3 @@ def test_hashed_words_are_the_same_in_every_process_and_need_no_model():
     assert sorted(first.nonzero()[:, 0].tolist()) == [579, 1017]  # CRC-32 modulo 1024
     # counts 1, 1 against 1, 2
     assert first @ second == pytest.approx((1 * 1 + 1 * 2) / (2 * 5) ** 0.5) and not none.any()
-
-
-def test_show_prompt_asks_for_no_embedder(launch):
-    code, printed, errors = launch("evol_rl", embedder="nowhere", show_prompt=True)
-    assert code == 0 and "first problem of" in printed, errors

@@ -211,20 +211,6 @@ def test_the_base_model_is_sampled_in_every_step(name, watch):
 
 
 # ------------------------------------------------- their own flags ---------------------------------------
-def test_the_weight_follows_the_majorities_of_the_step_before(watch):
-    """Step 2: problem 0 from g to a with 6 of 8, problem 1 from none to g with 4 of 8; labels are gold's."""
-    later = {0: "aaaaaagg", 1: "ggggaabw"}
-    first = VOTES | {1: "--------"}
-    seen = watch.prepare("flip_rate", steps=2, labels="gold", answers=first, meddle=lambda run: spy(
-        run.log, "step", after=lambda *_, **own: seen.answers.update(later)))
-    for group in seen.main().groups:
-        weight = {0: 0.35, 1: 0.5}.get(group.prompt.id, 1) if group.step == 2 else 1
-        wanted = z([group.rewards[i] for i in group.trained])
-        found = [group.responses[i].advantage for i in group.trained]
-        assert found == pytest.approx([weight * a for a in wanted], abs=1e-4)
-    assert seen.metrics[-1]["flip_rate"] == 0.4
-
-
 # ------------------------------------------------------- ranks ---------------------------------------------
 @pytest.mark.slow
 def test_two_ranks_compute_the_update_of_one(tmp_path, monkeypatch):

@@ -87,16 +87,13 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
-@pytest.mark.parametrize("flags, hidden, refused", [
-    (dict(model="Qwen/Qwen3-4B"), "0,1", True), (dict(model="Qwen/Qwen3-4B"), "", False), ({}, "0,1", False)])
-def test_a_torch_that_sees_no_gpu_is_one_sentence(monkeypatch, flags, hidden, refused):
+@pytest.mark.parametrize("hidden, refused", [("0,1", True), ("", False)])
+def test_a_torch_that_sees_no_gpu_is_refused(monkeypatch, hidden, refused):
     """Else a driver that is too old means training on the CPU. CUDA_VISIBLE_DEVICES= asks for that."""
     monkeypatch.setattr("os.path.exists", lambda path: path == "/proc/driver/nvidia")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    errors = "".join(options.make_args(ttrl.Args, flags).errors())
-    assert (f"this torch ({torch.__version__}) sees no GPU. It needs driver" in errors) == refused
-    assert bool(errors) == refused
+    assert bool(ttrl.Args(model="Qwen/Qwen3-4B").errors()) == refused
 
 
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():

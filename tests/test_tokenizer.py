@@ -137,9 +137,6 @@ def test_a_variable_reaches_the_chat_template(bring, show):
     assert "<think>" not in show(folder)
 
 
-@pytest.mark.parametrize("given, words", [
-    ('{"enable_thinkng": false}', "sets 'enable_thinkng', but no chat template that is used"),
-    ('{"enable_thinking": "false"}', "true and false without quotation marks")])
-def test_a_bad_variable_is_one_sentence(given, words, bring, show):
-    said = show(bring(THINKING), template_vars=given)
-    assert said.startswith("Error: --template_vars ") and words in said
+@pytest.mark.parametrize("given", ['{"enable_thinkng": false}', '{"enable_thinking": "false"}'])
+def test_a_bad_variable_is_refused(given, bring, show):
+    assert show(bring(THINKING), template_vars=given).startswith("Error: --template_vars ")

@@ -77,12 +77,8 @@ def generation_config(path: str) -> bytes | None:
 def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trust_remote_code: bool = False):
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        own = json.loads(generation_config(path) or "{}").get("eos_token_id")
-    except Exception as error:
-        raise UserError(f"{wrong}but its tokenizer or generation_config.json cannot be read: "
-                        f"{first_line(error)}") from None
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    own = json.loads(generation_config(path) or "{}").get("eos_token_id")
     chat = read_template(prompt)[0][0]
     if chat and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{prompt}', but the tokenizer of {path} has no chat template; "
@@ -146,15 +142,11 @@ def end_of_turn(tokenizer) -> list[int]:
 # ----------------------------------------------- the weights -----------------------------------------------
 def load_model(path: str, trust_remote_code: bool = False, dtype="auto"):
     """The model, memory-mapped in its checkpoint's own type. Raises UserError if weights are missing."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            generation_config=GenerationConfig())  # transformers refuses to save what some models come with
-        model.own_generation_config = generation_config(path)
-    except Exception as error:
-        raise UserError(f"--model is '{path}', but its weights cannot be read: "
-                        f"{type(error).__name__} {first_line(error)}") from None
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        generation_config=GenerationConfig())  # transformers refuses to save what some models come with
+    model.own_generation_config = generation_config(path)
     if wrong := sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]):
         raise UserError(f"--model is '{path}', but {len(wrong)} of its weights are missing or of another "
                         f"shape, among them {', '.join(wrong[:3])}; they would be random.")

@@ -114,6 +114,6 @@ def test_longrope_beyond_its_first_length_is_refused(tmp_path):
     rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
     tiny_model("Phi3", tmp_path, max_position_embeddings=1024, original_max_position_embeddings=256,
                rope_parameters=rope)
-    read_config(str(tmp_path), 128, 128)
+    read_config(str(tmp_path), 256)
     with pytest.raises(UserError, match="must fit the model's context of 256 tokens"):
-        read_config(str(tmp_path), 128, 129)
+        read_config(str(tmp_path), 257)

@@ -159,6 +159,8 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     """Names are kept if there are several, and in x > 1, x < 5. "or" is a union, or a list of numbers."""
     named = [_definition(item) for item in items]
     names = {name for name, _ in named}
+    if len(names) < len(named) and len(names - {""}) > 1:
+        raise NotMath  # x=1, y=2 or x=2, y=1: which belong together
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
     keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]
@@ -198,15 +200,22 @@ def _relation_key(ops: tuple, sides: list[tuple]) -> str:
 # ------------------------------------------------------ formulas -------------------------------------------
 def _equation_key(difference: tuple) -> str:
     """A line's key is that of ax + b, however it is written; other equations may have a constant factor."""
-    if "y" in names_in(difference) and len(names_in(difference)) > 1:
-        zero, one, two = [_with_y(difference, number(y)) for y in range(3)]
-        slope = ("+", one, minus(zero))
-        if "0" != _key(slope) == _key(("+", two, minus(one))) and _key(slope)[0] != "~":
-            return _key(minus(("*", zero, ("inverse", slope))))
+    if _linear(difference) and 1 < len(names_in(difference)) == len("".join(names_in(difference))):
+        rest, one = [_with_y(difference, number(y)) for y in range(2)]
+        slope = _key(("+", one, minus(rest)))
+        if slope != "0" and slope[0] != "~":
+            return _key(("*", rest, ("inverse", ("+", rest, minus(one)))))
     first, *others = values_of(difference)
     if not first or not others:
         raise NotMath
     return "=" + _keys_of([real(value) / real(first) for value in others], difference)
+
+
+def _linear(node: tuple) -> bool:
+    """Whether it is ay + b, as its tree says."""
+    kind, *parts = node
+    within = [part for part in parts if kind in ("+", "*") and "y" in names_in(part)]
+    return node == ("symbol", "y") or 0 < len(within) < 2 + 99 * (kind == "+") and all(map(_linear, within))
 
 
 def _with_y(node: tuple, value: tuple) -> tuple:
@@ -221,7 +230,4 @@ def _keys_of(values: list, node: tuple) -> str:
     keys = [text_of(value) for value in values]
     if ("constant", "i") not in walk(node) and not all(" " in text for text in keys):
         keys = ["not real" if " " in text else text for text in keys]  # \sqrt{1/n} is 1/\sqrt n where real
-    if len({*keys}) == 1:
-        return keys[0]
-    rounded = sorted(names_in(node)) if len(keys) > 6 else []  # \lfloor n/2\rfloor is not that of m
-    return "~" + " ".join([*rounded, *keys])
+    return keys[0] if len({*keys}) == 1 else "~" + " ".join(keys)

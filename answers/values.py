@@ -12,15 +12,22 @@ from answers.grammar import FUNCTIONS, NotMath, walk
 
 mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
 mp.dps = 60
-_LARGE, _TINY = 60_000, mp.mpf(10) ** -50  # bits of a power; what is left of a difference by rounding
-_LARGEST = {"!": 4000, "binom": 4000, "exp": _LARGE, "sinh": _LARGE, "cosh": _LARGE}  # arguments
+# bits of a power; of a number whose root, logarithm or sine is told from its neighbours';
+# what is left of a difference by rounding
+_LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
+_LARGEST = {"!": 4000, "binom": 4000, "exp": _LARGE, "sinh": _LARGE, "cosh": _LARGE, "tanh": 20}  # arguments
 _FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
               r"\lfloor": "floor", r"\lceil": "ceil"} | {name: name.replace("arc", "a") for name in FUNCTIONS}
 
 
+_ROUNDED = (r"\lfloor", r"\lceil")
+
+
 def name_of(node: tuple) -> str:
-    """The name of a symbol; a call or a word is one as a whole."""
-    return node[1] if node[0] == "symbol" else f"{node[1]}({node[2:]}"
+    """The name of a symbol. A call is one as a whole, and so is what is rounded, by its value."""
+    if node[0] == "symbol":
+        return node[1]
+    return f"{node[1]}({node[2:]}" if node[0] == "call" else " ".join([node[0], *map(text_of, values_of(node[1]))])
 
 
 def names_in(node: tuple) -> set[str]:
@@ -34,25 +41,14 @@ def kinds_in(node: tuple) -> set[str]:
 
 
 def values_of(node: tuple) -> list:
-    """Its values at six points, or at 30 if something is rounded; the only one of a formula without names."""
-    kinds, names = kinds_in(node), names_in(node)
-    rounded, absolute = not kinds.isdisjoint((r"\lfloor", r"\lceil")), "abs" in kinds
-    points = (30 if rounded else 6) if names else 1
-    values = []
-    for point in range(points):
-        at = partial(_coordinate, point, rounded and len(names), absolute)
-        values.append(_value(node, at, 2 * _LARGE // points))
-    return values
+    """Its values at six points; the only one of a formula without names."""
+    points, absolute = 6 if names_in(node) else 1, "abs" in kinds_in(node)
+    return [_value(node, partial(_coordinate, point, absolute), 2 * _LARGE // points) for point in range(points)]
 
 
-def _coordinate(point: int, rounded: int, absolute: bool, name: str):
-    r"""A value of either sign, alone and together (|x| is not x, |xy| not xy), also far (|x+2| is not x+2).
-    If something is rounded, an integer (not of x, y, z, t): \lceil n/2\rceil is \lfloor(n+1)/2\rfloor."""
-    seed = crc32(name.encode())
-    if rounded:
-        whole = 1 + point if rounded == 1 else 1 + seed % 50 + point * (1, 7, 11, 13)[seed % 4]
-        return whole + Fraction((0, 3, 5)[point % 3] if name in ("x", "y", "z", "t") else 0, 8)
-    sign = (1, -1)[point] if point < 2 else 1 - 2 * (seed >> (point - 2) & 1)
+def _coordinate(point: int, absolute: bool, name: str):
+    """A value of either sign, alone and together (|x| is not x, |xy| not xy), also far (|x+2| is not x+2)."""
+    sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
     far = 37 if absolute and point % 2 else 1
     value = Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973) * far, 7919)
     return real(value) * mp.mpc(1, 0.5) if absolute and name in ("z", "w") else value  # |z-i| is not |z+i|
@@ -70,7 +66,7 @@ def _value(node: tuple, at: Callable, bits: int):
         return parts[0]
     if kind == "unit":
         return _value(parts[0], at, bits)
-    if kind in ("symbol", "call"):
+    if kind in ("symbol", "call") or kind in _ROUNDED and names_in(node):
         name = name_of(node)  # AB is a product, as a value
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
     if kind == "constant" and parts != ["oo"]:
@@ -109,7 +105,7 @@ def _compute(kind: str, values: list, bits: int):
         return math.prod(values)
     if kind in ("inverse", "abs"):
         return 1 / first if kind == "inverse" else abs(first)
-    if kind in (r"\lfloor", r"\lceil") and exact:
+    if kind in _ROUNDED and exact:
         return Fraction(first // 1 if kind == r"\lfloor" else -(-first // 1))
     if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
         raise NotMath
@@ -117,8 +113,10 @@ def _compute(kind: str, values: list, bits: int):
         return Fraction(math.factorial(int(first)))
     if kind == "binom" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
         return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
+    if exact and max(map(_bits, values)) > _EXACT:
+        raise NotMath  # \cos 10^{-30} is no 1
     value = getattr(mp, _FUNCTIONS[kind])(*map(real, values))
-    return Fraction(int(mp.re(value))) if kind in (r"\lfloor", r"\lceil") and not mp.im(value) else value
+    return Fraction(int(mp.re(value))) if kind in _ROUNDED and not mp.im(value) else value
 
 
 def _power(base, exponent, bits: int):
@@ -129,6 +127,8 @@ def _power(base, exponent, bits: int):
         raise NotMath
     if exact and exponent.denominator == 1:
         return base ** int(exponent)
+    if exact and max(_bits(base), _bits(exponent)) > _EXACT:
+        raise NotMath  # \sqrt{10^{60}+1} is no 10^{30}
     odd = rational and exponent.denominator % 2 and not mp.im(base) and base < 0
     value = mp.power(real(-base if odd else base), real(exponent))
     return -value if odd and exponent.numerator % 2 else value
@@ -142,7 +142,7 @@ def text_of(value) -> str:
     size = abs(value)
     parts = [mp.mpf(part) if abs(part) > size * _TINY else mp.mpf(0) for part in (mp.re(value), mp.im(value))]
     simple = Fraction(*mpmath.libmp.to_rational(parts[0]._mpf_)).limit_denominator(10 ** 9)
-    near = abs(real(simple) - parts[0]) <= size * mp.mpf(10) ** -38
+    near = abs(real(simple) - parts[0]) <= size * _TINY
     if near and not parts[1] and abs(simple.numerator) < 10 ** 19:
         return text_of(simple)
     return " ".join(mp.nstr(part, 40) for part in parts[:1 + bool(parts[1])])

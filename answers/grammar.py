@@ -15,7 +15,8 @@ FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log 
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *_FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
-_SEPARATORS = (",", "and", "et", "und", "\u0438", "AND", *_OR)
+_AND = ("and", "et", "und", "\u0438", "AND")
+_SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
     \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
@@ -32,7 +33,7 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
-_SIGN_UNIT = r"[%$]|\^\{(?:\\circ|th|st|nd|rd)\}[CF]?|(?:\^\\circ|\\degree)[CF]?"
+_DEGREES = r"(?:\^\{\\circ\}|\^\\circ|\\degree)[CF]?"
 _ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
@@ -52,8 +53,8 @@ def number(value) -> tuple:
 
 
 def minus(node: tuple) -> tuple:
-    """The node of its negative."""
-    return ("*", number(-1), node)
+    """The node of its negative; a unit stays outside."""
+    return ("unit", minus(node[1]), node[2]) if node[0] == "unit" else ("*", number(-1), node)
 
 
 def joined(kind: str, nodes: list[tuple]) -> tuple:
@@ -113,18 +114,21 @@ class Parser:
     def items(self, *ends: str, anew: bool = False) -> tuple:
         """Statements up to one of these tokens: ("list" or "or", ...), or the only one; 5 ft 6 in.
         The parts keep their units if these differ."""
-        nodes, either, joint = [], False, True
+        nodes, signs, joint = [], set(), True
         while self.peek() not in ("", *ends):
             if not joint and not (nodes[-1][0] == "unit" and self.peek()[0].isdigit()):
                 raise NotMath
             nodes += self.item(anew or not self.depth)
             joint = False
             while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
-                joint, either = True, either or sign in _OR
+                joint = True
+                signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
+        if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
+            raise NotMath  # 1, 2; 3, 4
         units = [units_in(node)[-1:] for node in nodes]
         if any(units[:-1]) and units.count(units[0]) < len(units):  # one behind the last part is that of all
             nodes = [("kept", node, *unit) for node, unit in zip(nodes, units)]
-        return joined("or" if either else "list", nodes)
+        return joined("or" if "or" in signs else "list", nodes)
 
     def item(self, anew: bool) -> list[tuple]:
         r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
@@ -200,7 +204,7 @@ class Parser:
             else:
                 factor = self.power()
                 kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
-                mixed = t == r"\frac" and kinds == "number * number inverse number".split()  # not 2\frac12!
+                mixed = t == r"\frac" and before[0].isdigit() and kinds == "number * number inverse number".split()  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
         vectors = [x for x in factors if x[0] == "symbol" and x[1][:4] in (r"\vec", r"\hat")]
         if len(factors) > 1 and ("word" in next(zip(*factors)) or vectors[1:]):
@@ -219,6 +223,8 @@ class Parser:
         no brackets, roots or sums, and beside no letters."""
         if self.match(_REMARK):
             self.at = len(self.tokens)
+        if sign := self.take("%", "$"):
+            return sign
         start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
         if not (found := self.match(UNIT, space=" ")):
             return ""
@@ -235,13 +241,13 @@ class Parser:
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if sign := self.match(_SIGN_UNIT):
+        if sign := self.match(_DEGREES):
             radians = ("*", node, ("constant", "pi"), ("inverse", number(180)))
             node = radians if self.degrees else ("unit", node, unit_name(sign[0]))
         elif exponent and self.take("^"):
             base, node = node, ("^", node, self.argument())
-            if base[0] == "symbol" and base[1].isupper() and node[2] in (("symbol", "T"), minus(number(1))):
-                raise NotMath  # A^TA, PDP^{-1}: the order of matrices counts
+            if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
+                raise NotMath  # x^TA, PDP^{-1}: the order of matrices counts
         if exponent and self.peek() in ("^", "!"):
             raise NotMath
         return node
@@ -265,7 +271,7 @@ class Parser:
         if t[0].isdigit():
             node = self.symbol(t) if self.match(r"_|\^?\{?'", step=False) else number(t)  # 52_8, 5'
         elif t == "$":
-            node = ("unit", self.power(), "$")
+            node = ("unit", self.product(), "$")
         elif t in ("(", "[", "]", r"\{"):
             node = self.group(t)
         elif t == "{":
@@ -317,7 +323,7 @@ class Parser:
         name = t.isupper() and len(t) < 6 and before in _OPEN and after in {*_OPEN[:-4]} - {"^", "!"}
         if len(t) == 1 or not words and name:
             return self.symbol(t)
-        if not words and re.fullmatch("[a-zA-Z]{,3}|[A-Z]+", t):
+        if not words and re.fullmatch("[a-zA-Z]{,3}|[A-Z]{,5}", t):
             self.tokens[self.at - 1:self.at] = map(Token, t)
             self.at -= 1
             return self.primary()

@@ -17,10 +17,12 @@ from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import kinds_in, names_in, real, text_of, values_of
 
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; longer answers are compared as strings, keys by their hash
-_TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}"  # chemistry: NH_4OCN
-         r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]"  # (a) x (b) y
-         r"|0\.\d+\(\d+\)$|(?:^|,|and|or)(?:\(*[\d.]+(?:(?:-|\\sim)[\d.]+)+(?=\)*$|,|and|or)"  # 0.1(6), 10-20
-         r"|\d+/\d+/\d+(?=$|,))")  # a date
+_TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]{2,}_"  # chemistry: NH_4OCN; 2AB_{16}
+         r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
+         r"|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$"  # dy/dx; 0.1(6)
+         # 10-20, a date, A-B-C
+         r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})"
+         r"(?=\)*(?:$|[,;]|and|or))")
 
 
 def classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
@@ -93,8 +95,11 @@ def _key(node: tuple) -> str:
     if kind in ("set", r"\cup"):
         kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
         return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
-    if kind == "word" or kind == "symbol" and re.fullmatch("[A-Z]{2,}", parts[0]):  # alone, ABC is no BCA
-        return "word " + _lower([parts[0]])
+    symbols = parts if kind == "*" else [node]
+    if kind == "word" or {part[0] for part in symbols} == {"symbol"}:
+        name = "".join(part[1] for part in symbols)
+        if kind == "word" or re.fullmatch("[A-Z]{2,}", name):  # alone, ABC and A B C are no BCA
+            return "word " + _lower([name])
     if kind in ("unit", "kept"):  # 5 cm is 5, but not in a list of several units
         return " ".join([_key(parts[0]), *parts[1:] * (kind == "kept")])
     if kind in ("matrix", "row", "ratio"):
@@ -110,7 +115,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
         return "", node
     _, ops, *sides = node = _interval(node)
     if ops[-1] == r"\approx":
-        value, rounded = sides[-2:]
+        value, rounded = [side[1] if side[0] == "unit" else side for side in sides[-2:]]
         named = value[0] == "symbol" and len(ops) == 1
         share = ("*", rounded, ("inverse", value))
         if not named and (names_in(value) or abs(values_of(share)[0] - 1) > 0.05):  # 5\approx 9

@@ -21,7 +21,7 @@ _ALIASES = {  # a command: those that mean the same
         checkmark blacksquare square qed therefore nonumber pounds euro""",
     r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname"}
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
-_ALIAS |= {"*": r"\cdot", ";": ",", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
+_ALIAS |= {"*": r"\cdot", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
 _SIGNS = """\u2044\u00f7 /
     \u2212\u2010\u2013\u2014 -

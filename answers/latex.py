@@ -53,7 +53,18 @@ _SIGNS = """\u2044\u00f7 /
     \u201c\u201d "
     \u6216 \\text{ or }
     \u548c\u4e14 \\text{ and }
-    \u2713\u2714\u220e\u25a0 \\checkmark"""
+    \u2713\u2714\u220e\u25a0 \\checkmark
+    \u03b1 \\alpha
+    \u03b2 \\beta
+    \u03b8 \\theta
+    \u03bb \\lambda
+    \u03bc \\mu
+    \u03c0 \\pi
+    \u03c3 \\sigma
+    \u03c6 \\phi
+    \u03c9 \\omega
+    \u0394 \\Delta
+    \u03a9 \\Omega"""
 _SIGN = {ord(sign): command + " " * ("\\" in command) for line in _SIGNS.splitlines()
          for signs, command in [line.split(maxsplit=1)] for sign in signs}
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
@@ -84,79 +95,63 @@ _UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec secon
     |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
     kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF degreeC""".split("|")
     for other in line.split()}
-_ROMAN = r"\\(?:text[a-z]*|math(?:bf|rm|sf|it)|mbox)\{"
-_TEXT = rf"(?:{_ROMAN})?"
+
+def _thousands(match: re.Match) -> str:
+    """Without the commas of 1,000, if each part has such a number: 1,200, 300 has not, (1,200) is a point."""
+    parts = [part for part in re.split(", |and|or|[:;]", match[0]) if re.search(r"\d", part)]
+    grouped = all(re.search(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3}){1,6}(?![\d,])", part) for part in parts)
+    point = re.search(r"(?:[(\[]|\\\{)\d+(?:,\d+)+\\?[)\]}]", match[0])
+    return re.sub(r"(?<=\d),(?=\d{3})", "", match[0]) if grouped and not point else match[0]
 
 
-def _constants(names: str, word: str, field: str) -> str:
+def _repeating(match: re.Match) -> str:
+    """The fraction of a repeating decimal: of 0.1 and the period 6 it is 15/90."""
+    whole, digits, period = match.groups()
+    numerator = int(whole + digits + period) - int("0" + whole + digits)
+    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
+
+
+def _remark(names: str, word: str, field: str) -> str:
     """The pattern of a remark on names that stand for all numbers of a field."""
-    return (rf"(?:,? ?(?:\\text\{{,? ?|\b)(?:for|where)\b(?:\b(?:any|all|every|some|{word}|arbitrary|numbers?"
-            rf"|constants?|is|are|an|[{names}])\b|\\text|\\in ?\\mathbb ?\{{?{field}\}}?|[{{}}, ])*"
-            rf"|(?:,|\\forall|\() ?(?:\\forall ?)?[{names}](?:, ?[{names}])* ?\\in ?"
-            rf"(?:\\math(?:bb|bf) ?\{{?)?{field}\}}? ?\)?)$")
+    return (rf"(?:,|\\text\{{,?|\((?=[{names}] ?\\in)|(?=for\b|where\b|\\forall)) ?"
+            rf"(?=.*(?:\\in|all|any|every|some|{word}|constant))(?:(?:\\text|\\forall|\\in|\\mathbb|for|where"
+            rf"|any|all|every|some|{word}|arbitrary|constants?|is|an?|[{names}]|{field})(?![a-zA-Z])"
+            r"[{}(), ]*)+$")
 
 
-_REWRITES = [(re.compile(pattern), new) for pattern, new in (  # what is seen better in text than in tokens
-    (r"(?<!\.)[.\u3002] ?(\}*)$", r"\1"),
-    # i, j, k as unit vectors
-    (r"\\(?:vec|overrightarrow|(?:wide)?hat|mathbf|boldsymbol|bm) ?(?:\{ ?\\?([ijk])(?:math)? ?\}"
-     r"|\\?([ijk])(?:math)?(?![a-zA-Z]))", r"\\hat{\1\2}"),
-    # {5}, $5$, \boldsymbol{5}, \textcolor{red}{5}
-    (rf"^(?:\\(?:{STYLES})(?![a-z]) ?|\\(?:text)?color(?:box)? ?\{{\w*\}}|[{{$]|\\[(\[])+"
-     r"((?!.*\\(?:over|choose)(?![a-z]))(?:[^{}$]|\{(?:[^{}]|\{[^{}]*\})*\})*)(?:[}$]|\\[)\]])+$", r"\1"),
-    (r"^([*_\"'`]+)(.+?)\1$", r"\2"),  # **73**
-    (r"\{ ?\\rm(?![a-z]) ?", r"\\text{"),
-    (r"\.\.\.", r"\\ldots "),
-    (r"\\not ?=|(?<!\d)!=", r"\\ne "),  # 5!=120
-    (r"\\\\\[\w*\]", r"\\\\"),  # \\[3pt]
-    (r"\^([a-zA-Z\d]|\{[^{}]*\})_([a-zA-Z\d]|\{[^{}]*\})", r"_\2^\1"),  # x^2_1
-    (r"\+ ?/ ?-", r"\\pm "),
-    # what follows from something is the answer, if it has a value: \frac{m}{n}\Rightarrow m+n=204
-    (r"^.*\\(?:Rightarrow|implies|therefore)(?![a-zA-Z])(?=[^=]*= ?[^=a-zA-Z]+$)"
-     r"|^\\(?:Rightarrow|implies)(?![a-zA-Z])", ""),
-    (r" ?,\s*\\!\s*(?=\d{3})|(?<=\d)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))|(?<=\d)'(?=\d{3})", ""),
-    (r"(?<=\d) ?~ ?(?=\d)", r"\\sim "),
-    (r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    (r"(?<!\\)\$|(?:^|(?<==)) ?\\sim ?(?=[\d.])|[\"`]|\\[!>]|\.(?= ?\\end)|\\(?:left|right)\."
-     r"|(?<!\\)\\[()\[\]]|(?<![\w)}])\*\*|\*\*(?![\w({\\-])"
-     r"|\\(?:(?:text)?color(?:box)?\s*|[hv]?(?:phantom|space))\{[^{}]*\}", ""),
-    (r"(\\cup|,)? *(?:\\q?quad *)+(?=(\\cup|\\text|\\math|\\mbox|,|$)?)",  # a comma between values
-     lambda match: f"{match[1] or ''} " if match[1] or match[2] is not None else ", "),
-    (r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}", r"\\overline{d\1 d\2}'"),  # dx/dt
-    (r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\(?:small)?setminus|\\backslash|-) ?\\\{ ?([^{},]*)\\\}",
-     r"x\\ne \1"),
-    (r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    (r"\\(?:operatorname|mathrm|text) ?\{ ?((?:arc)?c?tg|gcd|lcm) ?\}", r"\\\1 "),
-    (r"\\(max|min|gcd|lcm) ?(?:\\left)? ?\\\{([^{}\\]*)(?:\\right)?\\\}", r"\\\1(\2)"),
-    (r"U(?<=[)\] ]U) ?(?=[(\[])", r"\\cup "),
-    (r",? ?& ?(?:\\text\{ ?(?:if|for|when)? ?\} ?)?(=?)|(?<=\{array\})\{\w*\}",  # x &= 1
-     lambda match: match[1] or "&" * (match[1] is not None)),
-    (rf" ?\(?(?:_\{{)?{_TEXT} ?\(?(?:in )?base ?\}}? ?(\w+)\)?\}}*\)?$", r"_{\1}"),  # 52 (base 8)
-    (r"^\(([0-9A-F]+)\)_", r"\1_"),
-    (rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
-    (r"(?:C_(?<!\wC_) ?\{?(\d+)\}? ?\^|(?:\{\}[_^]|[_^](?<![\w)}\]].)) ?\{?(\d+)\}? ?C ?_) ?"
-     r"\{?(\d+)\}?(?![\w\\(])", r"\\binom{\1\2}{\3}"),
-    (rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
-    (rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$", lambda match: ":" + match[1].lower()),  # 3:05 p.m.
-    # thousands: 1,\!000, 1{,}000, 1\,000, 1'000, 1 000; 1.000.000, 1,00,000; 1,000 but not 1,2,3
-    (r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),
-    (r"^\d{1,3}(?:\.\d{3}){2,}$|^\d{1,2}(?:,\d{2})+,\d{3}$", lambda match: re.sub("[.,]", "", match[0])),
-    (r"^.*\d,\d{3}.*$", lambda match: _thousands(match[0])),
-    (r"(?<=\d)\{[,.]\}(?=\d)", "."),  # 3{,}5
-    (r"\.(\d*?)(\d{1,3}?)\2{2,}(?:\\[lc]?dots[cb]?)(?![a-z])|(?<=^0)\.\((\d+)\)$",  # 0.1666\ldots, 0.(6)
-     r".\1\\overline{\2\3}"),
-    (r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
-    (r"(?<=\d) ?x ?(?=10\^)", r"\\cdot "),
-    (r"(?<=\d) (\d+) ?/ ?(\d+)(?![\d.])", r"\\frac{\1}{\2}"),  # 1 1/2
+_TEXT = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
+# what is seen better in text than in tokens, in this order: its name, an example, a pattern, what is put there
+REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern, new in (
+    ("thousands in LaTeX", r"1{,}000", r"(?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))", ""),
+    ("space", r"5\,x", r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
+    ("nothing", "$5$", r"(?<!\\)(?:\$|\\[()\[\]])|[\"`]|\\[!>] ?|\\(?:left|right)\.|\.(?= ?\\end)", ""),
+    ("layout", r"\color{red}5", r"\\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}"
+     r"|(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)", ""),
+    ("comma", r"x=1\quad y=2", r"[, ]*(?:\\q?quad[, ]*)+", ", "),
+    ("dots", "1, ..., 9", r"\.\.\.", r"\\ldots "),
+    ("ends", "=5.", r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+", r"\1"),
+    ("derivative", r"\frac{dy}{dx}", r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}",
+     r"\\overline{d\1 d\2}'"),
+    ("all but one", r"\mathbb{R}\setminus\{1\}",
+     r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
+    ("all", r"\text{all real numbers}", rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
+    ("none", "there are no solutions", r"(?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b", r"\1"),
+    ("vector", r"\langle1,2\rangle", r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
+    ("base", "(52)_8", r"^\(([0-9A-F]+)\)_", r"\1_"),
+    ("modulus", r"3\ (\mathrm{mod}\ 7)", rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
+    ("time", "3:05 p.m.", rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$",
+     lambda match: ":" + match[1].lower()),
+    ("thousands", "1,000", r"^.*\d,\d{3}.*$", _thousands),
+    ("decimal comma", "3{,}5", r"(?<=\d)\{[,.]\}(?=\d)", "."),
+    ("period in dots", r"0.1666\ldots", r"\.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])", r".\1\\overline{\2}"),
+    ("period", r"0.\overline{3}", r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", _repeating),
+    ("mixed number", "1 1/2", r"(?<=\d) (\d+) ?/ ?(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
     # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
-    (r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)"
-     r"(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
-    (r"\*\*", "^"),
-    # for any real c; where k is an integer; c\in\mathbb{R}
-    (_constants("a-jlo-z", "real", "R"), ""),
-    (_constants("kmn", "integers?", "Z"), ""),
-    (r"(?:[.,:; ]|\)(?<=^[A-J]\))|\\(?![{}a-zA-Z%$]))+(\}*)$"
-     r"|^(?:(?:[,;=]|[a-z] ?\\in ?\\mathbb ?\{?R\}? ?,|\\displaystyle(?![a-z])) ?)+", r"\1"))]
+    ("power of ten", "2e5", r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]"
+     r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
+    ("real constants", r"cx, c\in\mathbb{R}", _remark("a-jlo-z", "real|numbers?", "R"), ""),
+    ("whole constants", r"k\pi, k\in\mathbb{Z}", _remark("kmn", "integers?", "Z"), ""),
+    ("braces", "{5}", r"^\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$", r"\1"))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
                     r"|[<>]=|\s+|.", re.DOTALL)
 
@@ -176,27 +171,7 @@ def to_ascii(text: str) -> str:
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
     text = re.sub("[\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]", r"\\o \g<0> ", text)  # circled
     text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
-    text = re.sub("[\u0391-\u03a1\u03a3-\u03c9]", lambda letter: _greek(letter[0]), text)
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Sc"))
-
-
-def _greek(letter: str) -> str:
-    command = unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA").lower()
-    return "\\" + (command.capitalize() if letter.isupper() else command) + " "
-
-
-def _repeating(whole: str, digits: str, period: str) -> str:
-    """The fraction of a repeating decimal: of 0.1 and the period 6 it is 15/90."""
-    numerator = int(whole + digits + period) - int("0" + whole + digits)
-    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
-
-
-def _thousands(text: str) -> str:
-    """Without the commas of 1,000, if each part has such a number: 1,200, 300 has not, (1,200) is a point."""
-    parts = [part for part in re.split(", |and|or|[:;]", text) if re.search(r"\d", part)]
-    grouped = all(re.search(r"(?<![\d.,])\d{1,3}(?:,\d{3}){1,6}(?![\d,])", part) for part in parts)
-    point = re.search(r"(?:[(\[]|\\\{)\d+,\d+(?:\\right)?\\?[)\]}]", text)
-    return re.sub(r"(?<=\d),(?=\d{3})", "", text) if grouped and not point else text
 
 
 def unescaped(text: str) -> str:
@@ -208,7 +183,7 @@ def unescaped(text: str) -> str:
 
 def tokens_of(text: str) -> list[Token]:
     """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
-    for pattern, new in _REWRITES:
+    for _, _, pattern, new in REWRITES:
         if (changed := pattern.sub(new, text)) != text:
             text = " ".join(changed.split()) or text  # nothing is no answer
     found, space, braces, begins = [], False, [], False

@@ -18,7 +18,7 @@ _OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
 _AND = ("and", "et", "und", "\u0438", "AND")
 _SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
-    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \over \choose \pmod""".split())
+    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
@@ -275,10 +275,7 @@ class Parser:
         elif t in ("(", "[", "]", r"\{"):
             node = self.group(t)
         elif t == "{":
-            node = self.items("}", r"\over", r"\choose")
-            if op := self.take(r"\over", r"\choose"):
-                below = self.items("}")
-                node = ("*", node, ("inverse", below)) if op == r"\over" else ("binom", node, below)
+            node = self.items("}")
             self.expect("}")
         elif t in ("|", r"\lfloor", r"\lceil"):
             bars, self.bars = self.bars, t == "|"
@@ -346,6 +343,8 @@ class Parser:
             braced = self.match(r"\{([^{}]*)\}")
             index = (braced[1] if braced else self.expect()).lstrip("\\")
             name += "_" + (index.strip("()") if name[0].isdigit() else index)
+        if name in ("P", "E") and (event := self.match(r"\([^()]*[=<>|\\][^()]*\)|\[[^][]*\]")):
+            return ("symbol", name + event[0])  # P(X=1), E[X]
         if primes := self.match(r"'+|\^\{?'+\}?"):
             name += "'" * primes[0].count("'")
         power = r"\^(?:\{?\(|(?:\{[^{}]*\}|\d)\()" if name[0] in "fghFGH" else r"\^\{?\("
@@ -407,6 +406,7 @@ class Parser:
         name = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}")  # vmatrix is a determinant
         rows, row, t = [], [], "&"
         while t != r"\end":
+            self.take("if", "when", "for")
             row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")
             if t != "&":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
+from string import ascii_lowercase
 
 from answers.grammar import INFINITY, NotMath, Parser, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
@@ -114,6 +115,8 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     if node[0] != "relation":
         return "", node
     _, ops, *sides = node = _interval(node)
+    if len({side[-1] == "%" for side in sides if not names_in(side)}) > 1:  # \frac14=25\%
+        sides = [("*", side[1], ("inverse", number(100))) if side[-1] == "%" else side for side in sides]
     if ops[-1] == r"\approx":
         value, rounded = [side[1] if side[0] == "unit" else side for side in sides[-2:]]
         named = value[0] == "symbol" and len(ops) == 1
@@ -134,7 +137,7 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     same = [side for side in sides[1:] if names_in(value) or not names_in(side)]  # A=\pi r^2=2\pi
     if not _is_name(name, value) or multiples or len({*map(_key, same)}) > 1:
         return "", node
-    return str(name[1:]) + " in" * (ops[0] != "="), value
+    return str(name[1] if len(name) == 2 else name) + " in" * (ops[0] != "="), value
 
 
 def _is_name(node: tuple, value: tuple) -> bool:
@@ -149,7 +152,7 @@ def _is_name(node: tuple, value: tuple) -> bool:
         letters = "[A-Z]{1,2}" if kind == "abs" else "[A-Za-w]|[A-Z]{2}"  # |a|=5 is no 5, nor x+y=5
         return all(part[0] == "symbol" and re.fullmatch(letters, part[1]) for part in parts)
     name, *arguments = parts
-    if kind not in ("symbol", "call") or re.match("[A-Z]{3}", name) or (
+    if kind not in ("symbol", "call", "word") or re.match("[A-Z]{3}", name) or (
             {part[0] for part in arguments} - {"symbol", "number"}):
         return False
     if names and re.search(r"_.*[-+]|'|^[A-Z]{2}", name) or (
@@ -166,6 +169,9 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     names = {name for name, _ in named}
     if len(names) < len(named) and len(names - {""}) > 1:
         raise NotMath  # x=1, y=2 or x=2, y=1: which belong together
+    letters = "".join(sorted(names))
+    if kind == "list" and len(letters) == len(named) > 1 and letters in ascii_lowercase:  # x=1, y=2 is (1,2)
+        return "(" + "; ".join(_key(value) for _, value in sorted(named)) + ")"
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
     keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]

@@ -50,6 +50,8 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
     True
     """
     text = _after_thoughts(text, prompt)
+    turn = text.partition("\nHuman:")[0]  # a base model goes on with the next question
+    text = turn if _BOX.search(turn) else text
     parts, start = [], len(text)  # from the last box to the first; where the earliest yet begins
     for box in reversed(list(_BOX.finditer(text))):
         end = _closed_at(text, box.end()) if box[1] else box.end()

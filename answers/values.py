@@ -25,14 +25,14 @@ _ROUNDED = (r"\lfloor", r"\lceil")
 
 def name_of(node: tuple) -> str:
     """The name of a symbol. A call is one as a whole, and so is what is rounded, by its value."""
-    if node[0] == "symbol":
+    if node[0] in ("symbol", "word"):
         return node[1]
     return f"{node[1]}({node[2:]}" if node[0] == "call" else " ".join([node[0], *map(text_of, values_of(node[1]))])
 
 
 def names_in(node: tuple) -> set[str]:
     """The names in a formula."""
-    return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call")}
+    return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call", "word")}
 
 
 def kinds_in(node: tuple) -> set[str]:

@@ -183,7 +183,7 @@ class Parser:
             self.signs += op in (r"\pm", r"\mp")
             term = self.product()
             terms.append(minus(term) if op in ("-", r"\mp" if self.sign > 0 else r"\pm") else term)
-        if len(terms) > 1 and {*units_in(("+", *terms))} - {"deg"}:
+        if len(terms) > 1 and units_in(("+", *terms)):
             raise NotMath  # 5 cm-10 cm
         return joined("+", terms)
 
@@ -223,8 +223,8 @@ class Parser:
         no brackets, roots or sums, and beside no letters."""
         if self.match(_REMARK):
             self.at = len(self.tokens)
-        if sign := self.take("%", "$"):
-            return sign
+        if sign := self.match(rf"[%$]|{_DEGREES}"):
+            return sign[0][:1]
         start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
         if not (found := self.match(UNIT, space=" ")):
             return ""
@@ -241,14 +241,13 @@ class Parser:
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if sign := self.match(_DEGREES):
-            radians = ("*", node, ("constant", "pi"), ("inverse", number(180)))
-            node = radians if self.degrees else ("unit", node, unit_name(sign[0]))
-        elif exponent and self.take("^"):
+        if self.degrees and self.match(_DEGREES):
+            node = ("*", node, ("constant", "pi"), ("inverse", number(180)))
+        elif exponent and not self.match(_DEGREES, step=False) and self.take("^"):
             base, node = node, ("^", node, self.argument())
             if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
                 raise NotMath  # x^TA, PDP^{-1}: the order of matrices counts
-        if exponent and self.peek() in ("^", "!"):
+        if exponent and self.peek() in ("^", "!") and not self.match(_DEGREES, step=False):
             raise NotMath
         return node
 

@@ -124,12 +124,14 @@ _TEXT = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern, new in (
     ("thousands in LaTeX", r"1{,}000", r"(?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))", ""),
     ("space", r"5\,x", r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    ("nothing", "$5$", r"(?<!\\)(?:\$|\\[()\[\]])|[\"`]|\\[!>] ?|\\(?:left|right)\.|\.(?= ?\\end)", ""),
+    ("nothing", "$5$", r"(?<!\\)(?:\$|\\[()\[\]])|[\"`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?|\.(?= ?\\end)", ""),
     ("layout", r"\color{red}5", r"\\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}"
      r"|(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)", ""),
     ("comma", r"x=1\quad y=2", r"[, ]*(?:\\q?quad[, ]*)+", ", "),
     ("dots", "1, ..., 9", r"\.\.\.", r"\\ldots "),
     ("ends", "=5.", r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+", r"\1"),
+    ("frame", r"\boxed{5}", rf"^(?:\\(?:{STYLES})(?![a-z]) ?|\{{)+((?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})*)\}}+$",
+     r"\1"),
     ("derivative", r"\frac{dy}{dx}", r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}",
      r"\\overline{d\1 d\2}'"),
     ("all but one", r"\mathbb{R}\setminus\{1\}",
@@ -150,8 +152,7 @@ REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern
     ("power of ten", "2e5", r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]"
      r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
     ("real constants", r"cx, c\in\mathbb{R}", _remark("a-jlo-z", "real|numbers?", "R"), ""),
-    ("whole constants", r"k\pi, k\in\mathbb{Z}", _remark("kmn", "integers?", "Z"), ""),
-    ("braces", "{5}", r"^\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$", r"\1"))]
+    ("whole constants", r"k\pi, k\in\mathbb{Z}", _remark("kmn", "integers?", "Z"), ""))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
                     r"|[<>]=|\s+|.", re.DOTALL)
 

@@ -64,8 +64,6 @@ def _value(node: tuple, at: Callable, bits: int):
     kind, *parts = node
     if kind == "number":
         return parts[0]
-    if kind == "unit" and parts[1] == "deg":  # \sqrt{25\%} is no 5
-        return _value(parts[0], at, bits)
     if kind in ("symbol", "call") or kind in _ROUNDED and names_in(node):
         name = name_of(node)  # AB is a product, as a value
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)

@@ -86,21 +86,21 @@ def table(text):
 SAME = table(r"""
 0.5 | .5 | 0.50 | \frac12 | \dfrac{1}{2}
 1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | \text{Answer: }1,000 | {\bf 1,000}
-3\text{ million} | 3 000 000 | 3'000'000 | 3.000.000 | 30,00,000
+3\text{ million}
 5 | x=5 | 5. | \text{5} | (5) | 5=x
-12 | **12** | =12 | 3\times4=12 | x\approx12 | 12th
+12 | =12 | 3\times4=12 | x\approx12 | 12th
 90 | m\angle ABC=90^\circ | 90\u00b0 | 90\text{ degrees} | 90\%
-120 | C_{10}^{3} | {}_{10}C_3 | {}^{10}C_{3} | \frac{10!}{3!7!} | \dbinom{10}{3}
+120 | \frac{10!}{3!7!} | \dbinom{10}{3}
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)
-1\frac{3}{4} | \frac{7}{4} | 1 3/4 | {7 \over 4} | \sfrac74
+1\frac{3}{4} | \frac{7}{4} | 1 3/4 | \sfrac74
 -\frac{1}{2} | \frac{1}{-2} | \u22120.5 | -1/2
-\frac13 | 0.\overline{3} | 0.(3) | 0.333\ldots | 0.3333... | P(A)=\frac13
+\frac13 | 0.\overline{3} | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
 \sqrt{2} | \sqrt2\;(\approx1.41) | \sqrt{2} (approximately 1.41) | \sqrt{2}\text{ or about }1.41
 2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
-52_8 | 52 (base 8) | (52)_8 | 52_{(8)} | 52_{\text{eight}}
+52_8 | (52)_8 | 52_{(8)} | 52_{\text{eight}}
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
 11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
 \text{Evelyn} | evelyn | \operatorname*{Evelyn}
@@ -109,27 +109,27 @@ YES | yes | \u201cYes\u201d
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
-(1,2) | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
+(1,2) | x=1, y=2 | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{ \}
 [2,\infty) | x\ge 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
 (-\infty,2] | ]-\infty;2]
 (-1,3] | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3
-(0,9)\cup(9,36) | (9,36) \cup (0,9) | x\in(0,9)\text{ or }x\in(9,36) | (0, 9) U (9, 36)
-x \not= 3 | x != 3 | \mathbb{R}\setminus\{3\} | x\in\mathbb{R}, x\ne3 | (-inf,3)\cup(3,\infty)
+(0,9)\cup(9,36) | (9,36) \cup (0,9) | x\in(0,9)\text{ or }x\in(9,36)
+x \ne 3 | \mathbb{R}\setminus\{3\} | (-inf,3)\cup(3,\infty)
 \mathbb R | \u211d | \text{all real numbers} | (-\infty,\infty)
-1\pm\sqrt2 | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2 | 1 +/- \sqrt{2}
+1\pm\sqrt2 | 1-\sqrt2,1+\sqrt2 | x=1\pm\sqrt2
 \begin{pmatrix} 1/2 \\ 2 \end{pmatrix} | \begin{bmatrix} 0.5 \\[3pt] \sqrt{4} \end{bmatrix} |
 \left[\begin{matrix}1/2\\2\end{matrix}\right] | \\begin{matrix}1/2\\\\2\\end{matrix}
 \begin{cases}1,& x>0\\ 2,& x\le0\end{cases} | \begin{cases}1 & \text{if }x>0\\ 2 & x\le0\end{cases}
-x=1,y=2 | y=2, x=1 | \left\{\begin{array}{l}x=1\\y=2\end{array}\right. |
-\begin{aligned}x&=1\\y&=2\end{aligned}
-x^2+1 | x**2+1 | x\u00b2+1
+x=2,y=1 | y=1, x=2 | \left\{\begin{array}{l}x=2\\y=1\end{array}\right. |
+\begin{aligned}x&=2\\y&=1\end{aligned}
+x^2+1 | x\u00b2+1
 y=2x+3 | 3+2x | f(x)=2x+3 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
 v=v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
-\lceil\frac{n}{2}\rceil | \left\lfloor \frac{n+1}{2} \right\rfloor | \u230a(n+1)/2\u230b
+\left\lfloor \frac{n+1}{2} \right\rfloor | \u230a(n+1)/2\u230b | \lfloor.5n+.5\rfloor
 \sin^2 x+\cos^2 x | 1
 \sin x | \text{sin}(x)
 \tau\ln\frac1\Delta | -\tau\ln\Delta
@@ -145,10 +145,10 @@ k_BT | k_{B}T | k_{\mathrm{B}}T
 \frac{\log 8}{\log 4} | 1.5 | \log_4 8
 0.00001 | 1e-5 | 1.0e-5 | 10^{-5}
 m\frac{dv}{dt}+bv=f | m\frac{dv}{dt}=f-bv
-\hat{\imath} | \hat{i} | \mathbf{i} | \vec{i}
+\hat{\imath} | \hat{i}
 19 | nineteen
 0.75 | \frac34\text{ cup} | 0.75\text{ or }\frac34 | 0.75\text{ miles per hour}
-\text{A} | A) | Option A | \text{Choice A}
+\text{A} | Option A | \text{Choice A}
 (2,5) | x\in(2,5) | 2<x<5 | (x,y)=(2,5)
 (-\infty,2)\cup(5,\infty) | x<2 or x>5 | x<2 \lor x>5
 3:4 | 3 to 4
@@ -162,7 +162,7 @@ x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1\ (\mathrm{mod}\ 4)
 \frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | x=-.5\pm.5\sqrt{17}
 (7,\pm2) | (7,2), (7,-2)
 36 | \textbf{(D)}\ 36 | \text{D) }36 | (D) 36
-293 | m+n=256+37=293 | \frac{m}{n}\Rightarrow m+n=293 | AB+BC+CA=293
+293 | m+n=256+37=293 | AB+BC+CA=293
 12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
 mg(h_1-h_2) | mgh_1-mgh_2

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
-from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token, unit_name
+from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token
 
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -26,8 +26,6 @@ _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta t
 _OPEN = (*_NO_FACTOR, "|", "(", "[", "{", r"\{")
 _WORDS = "[A-Z][a-z]+|[a-z]{4,}|[ivx]{2,}|no|yes|odd|one|two|six|ten"  # that are no products of letters
 _ABOUT = r"(?i:approximately|approx\.?|about|roughly|around)"
-_ROUNDED = rf"[,(]*(?:or)?\(*(?:{_ABOUT}|(?<=\()\\approx)(?=[-.\d(\\])"
-_REMARK = rf"[,(]*(?:since|because|rounded|tothenearest|\dd\.?p|{_ABOUT}\)*$)"
 # what an answer's value may begin with: "answer", a letter of a choice, a currency, about, an article
 _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:option|choice)(?=\(?[A-J]\)?$))"
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
@@ -81,7 +79,7 @@ class Parser:
     def __init__(self, tokens: list[Token]):
         self.tokens, self.at = list(tokens), 0
         self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
-        self.bars = self.degrees = False  # within |..|; within a function of an angle
+        self.bars = False  # within |..|
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
         while self.match(_BEFORE):
             pass
@@ -116,7 +114,7 @@ class Parser:
         The parts keep their units if these differ."""
         nodes, signs, joint = [], set(), True
         while self.peek() not in ("", *ends):
-            if not joint and not (nodes[-1][0] == "unit" and self.peek()[0].isdigit()):
+            if not joint:
                 raise NotMath
             nodes += self.item(anew or not self.depth)
             joint = False
@@ -127,7 +125,7 @@ class Parser:
             raise NotMath  # 1, 2; 3, 4
         units = [units_in(node)[-1:] for node in nodes]
         if any(units[:-1]) and units.count(units[0]) < len(units):  # one behind the last part is that of all
-            nodes = [("kept", node, *unit) for node, unit in zip(nodes, units)]
+            raise NotMath  # 5 ft, 6 in
         return joined("or" if "or" in signs else "list", nodes)
 
     def item(self, anew: bool) -> list[tuple]:
@@ -149,12 +147,11 @@ class Parser:
         """Expressions with relations between them."""
         self.named *= self.depth > 0
         sides, ops = [self.union()], []
-        while op := self.take(*_RELATIONS) or self.match(_ROUNDED) and r"\approx":
+        while op := self.take(*_RELATIONS):
             ops.append(op)
             self.named *= sides[-1][0] not in ("symbol", "call")
             self.match(_ABOUT)
             sides.append(self.union())
-            self.match(r"\)+$")
         if {*ops} & {">", r"\ge"}:  # x>2 is 2<x
             ops, sides = [_FLIPPED.get(op, op) for op in reversed(ops)], sides[::-1]
         return ("relation", tuple(ops), *sides) if ops else sides[0]
@@ -215,14 +212,11 @@ class Parser:
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
         t = self.peek()
-        opens = t == "[" and self.peek(1) in ("", r"\cup") or self.match(_ROUNDED, step=False)  # ]1, 2[
-        return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman or opens)
+        return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman)
 
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in
         no brackets, roots or sums, and beside no letters."""
-        if self.match(_REMARK):
-            self.at = len(self.tokens)
         if sign := self.match(rf"[%$]|{_DEGREES}"):
             return sign[0][:1]
         start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
@@ -234,16 +228,14 @@ class Parser:
         if not bare and {t.roman for t in self.tokens[start:self.at] if t.isalpha()} != {True}:
             self.at = start
             return ""
-        return unit_name(found[0])
+        return found[0].strip(" .s")
 
     def power(self, exponent: bool = True) -> tuple:
         """A primary with factorial, degrees or an exponent."""
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if self.degrees and self.match(_DEGREES):
-            node = ("*", node, ("constant", "pi"), ("inverse", number(180)))
-        elif exponent and not self.match(_DEGREES, step=False) and self.take("^"):
+        if exponent and not self.match(_DEGREES, step=False) and self.take("^"):
             base, node = node, ("^", node, self.argument())
             if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
                 raise NotMath  # x^TA, PDP^{-1}: the order of matrices counts
@@ -271,7 +263,7 @@ class Parser:
             node = self.symbol(t) if self.match(r"_|\^?\{?'", step=False) else number(t)  # 52_8, 5'
         elif t == "$":
             node = ("unit", self.product(), "$")
-        elif t in ("(", "[", "]", r"\{"):
+        elif t in ("(", "[", r"\{"):
             node = self.group(t)
         elif t == "{":
             node = self.items("}")
@@ -363,13 +355,13 @@ class Parser:
         r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function."""
         base = self.argument() if self.take("_") else number(10) if name == "lg" else None
         power = self.argument() if self.take("^") else None
-        degrees, self.degrees = self.degrees, name[:3] in ("sin", "cos", "tan", "cot", "sec", "csc")
         bracketed = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|")
         factors = [self.power(exponent=self.peek() != "(")]  # \ln(2)^2 is (\ln 2)^2
         while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
                 self.peek().removeprefix("\\") not in FUNCTIONS):
             factors.append(self.power())
-        self.degrees = degrees
+        if self.match(_DEGREES):
+            factors += [("constant", "pi"), ("inverse", number(180))]
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
             name, power = "arc" + name, None
         node = ("ln" if name in ("log", "lg") else name, joined("*", factors))
@@ -378,10 +370,10 @@ class Parser:
         return ("^", node, power) if power else node
 
     def group(self, opening: str) -> tuple:
-        r"""(5), a point, an interval ([1, 2), ]1, 2[), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
+        r"""(5), a point, an interval ([1, 2)), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
         start, bars, self.bars = self.at, self.bars, opening == r"\{"
-        node = self.items(")", "]", "[", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
-        closing, several = self.take(")", "]", "[", r"\}"), node[0] in ("list", "or")
+        node = self.items(")", "]", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
+        closing, several = self.take(")", "]", r"\}"), node[0] in ("list", "or")
         parts = node[1:] if node[0] == "list" else [node]
         if opening == r"\{" and self.take("|", ":"):  # {x | x > 1} is x > 1
             self.bars, rule = False, self.items(r"\}")
@@ -394,7 +386,7 @@ class Parser:
             raise NotMath
         elif node[0] != "matrix" and (several or opening + closing != "()" and not (
                 opening + closing == "[]" and "(" in self.tokens[start:self.at])):  # [(x+1)x]
-            node = ("group", "(" if opening in "(]" else "[", ")" if closing in ")[" else "]", *parts)
+            node = ("group", opening, closing, *parts)
         self.bars = bars
         if not node:
             raise NotMath

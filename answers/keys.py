@@ -70,16 +70,16 @@ def key(answer: str) -> str:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         found = _key(node)
     except NotMath:
-        return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
+        return "text " + (re.sub(r"\{ (\S+) \}", r"\1", _lower(tokens)) or answer)
     return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
 
 
 def _lower(words: list[str]) -> str:
     """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh where there are signs."""
     text = " ".join(words)
-    named = "(?!Vmat)[A-Z][a-z]{3,}|No|NO|Yes|YES|TRUE|FALSE|NONE"
-    named += "|[A-Z][a-z]{2}" * (not re.search(r"[-+=^_\\]", text))
-    return re.sub(rf"(?<!\S)(?:{named})(?!\S)", lambda word: word[0].lower(), text)
+    more = 3 if re.search(r"[-+=^_\\]", text) else 2
+    named = rf"(?<!\S)(?:(?!Vmat)[A-Z][a-z]{{{more},}}|No|NO|Yes|YES|TRUE|FALSE|NONE)(?!\S)"
+    return re.sub(named, lambda word: word[0].lower(), text)
 
 
 def _key(node: tuple) -> str:
@@ -90,7 +90,10 @@ def _key(node: tuple) -> str:
     if kind in ("list", "or"):
         return _list_key(kind, parts)
     if kind == "relation":
-        return _relation_key(parts[0], parts[1:])
+        ops, *sides = parts
+        if ops == ("=",) and not kinds_in(node) & {"group", "set", "list", "matrix", "ratio"}:
+            return _equation_key(("+", sides[0], minus(sides[1])))
+        return " ".join([*ops, *map(_key, sides)])
     if kind == "group":
         return parts[0] + "; ".join(map(_key, parts[2:])) + parts[1]
     if kind in ("set", r"\cup"):
@@ -101,8 +104,8 @@ def _key(node: tuple) -> str:
         name = "".join(part[1] for part in symbols)
         if kind == "word" or re.fullmatch("[A-Z]{2,}", name):  # alone, ABC and A B C are no BCA
             return "word " + _lower([name])
-    if kind in ("unit", "kept"):  # 5 cm is 5, but not in a list of several units
-        return " ".join([_key(parts[0]), *parts[1:] * (kind == "kept")])
+    if kind == "unit":  # 5 cm is 5
+        return _key(parts[0])
     if kind in ("matrix", "row", "ratio"):
         names = sorted(names_in(node)) if parts[-1][0] == "relation" else ""  # of a case
         return f"{kind}({'; '.join(map(_key, parts))}{names})"
@@ -119,11 +122,12 @@ def _definition(node: tuple) -> tuple[str, tuple]:
         sides = [("*", side[1], ("inverse", number(100))) if side[-1] == "%" else side for side in sides]
     if ops[-1] == r"\approx":
         value, rounded = [side[1] if side[0] == "unit" else side for side in sides[-2:]]
-        named = value[0] == "symbol" and len(ops) == 1
-        share = ("*", rounded, ("inverse", value))
-        if not named and (names_in(value) or abs(values_of(share)[0] - 1) > 0.05):  # 5\approx 9
-            return "", node
-        ops, sides = ("=",) if named else ops[:-1], sides[:len(sides) - (not named)]
+        if value[0] == "symbol" and len(ops) == 1:
+            ops = ("=",)
+        elif names_in(value) or abs(values_of(("*", rounded, ("inverse", value)))[0] - 1) > 0.05:
+            return "", node  # 5\approx 9
+        else:
+            ops, sides = ops[:-1], sides[:-1]
         node = ("relation", ops, *sides) if ops else sides[0]
     sets = ops == (r"\in",) and sides[1][0] in ("group", "set", "list", r"\cup")
     if not ops or {*ops} != {"="} and not sets:
@@ -169,8 +173,8 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     names = {name for name, _ in named}
     if len(names) < len(named) and len(names - {""}) > 1:
         raise NotMath  # x=1, y=2 or x=2, y=1: which belong together
-    letters = "".join(sorted(names))
-    if kind == "list" and len(letters) == len(named) > 1 and letters in ascii_lowercase:  # x=1, y=2 is (1,2)
+    letters = kind == "list" and len(names) > 1 and {*map(len, names)} == {1}
+    if letters and "".join(sorted(names)) in ascii_lowercase:  # x=1, y=2 is (1,2)
         return "(" + "; ".join(_key(value) for _, value in sorted(named)) + ")"
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
@@ -201,21 +205,15 @@ def _interval(node: tuple) -> tuple:
     return ("relation", (r"\in",), name, found)
 
 
-def _relation_key(ops: tuple, sides: list[tuple]) -> str:
-    difference = ("+", sides[0], minus(sides[1]))
-    if ops == ("=",) and not kinds_in(difference) & {"group", "set", "list", "matrix", "ratio"}:
-        return _equation_key(difference)
-    return " ".join([*ops, *map(_key, sides)])
-
-
 # ------------------------------------------------------ formulas -------------------------------------------
 def _equation_key(difference: tuple) -> str:
     """A line's key is that of ax + b, however it is written; other equations may have a constant factor."""
-    if _linear(difference) and 1 < len(names_in(difference)) == len("".join(names_in(difference))):
+    names = names_in(difference)
+    if _linear(difference) and 1 < len(names) == len("".join(names)):
         rest, one = [_with_y(difference, number(y)) for y in range(2)]
-        slope = _key(("+", one, minus(rest)))
-        if slope != "0" and slope[0] != "~":
-            return _key(("*", rest, ("inverse", ("+", rest, minus(one)))))
+        fall = ("+", rest, minus(one))
+        if _key(fall)[0] not in "0~":
+            return _key(("*", rest, ("inverse", fall)))
     first, *others = values_of(difference)
     if not first or not others:
         raise NotMath

@@ -91,10 +91,7 @@ WORD_UNIT = re.compile(rf" {_WORD_UNIT}| ?{_CHINESE}")
 SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
                         r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|th"
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
-_UNITS = {other: line.split()[0] for line in """h hr hour|min minute|s sec second|yr year|% percent|$ dollar
-    |ft foot feet|in inch inche|lb pound|oz ounce|mi mile|cm centimeter centimetre|m meter metre|km kilometer
-    kilometre|g gram|kg kilogram|L liter litre|degree deg circ circC circF degreeC""".split("|")
-    for other in line.split()}
+
 
 def _thousands(match: re.Match) -> str:
     """Without the commas of 1,000, if each part has such a number: 1,200, 300 has not, (1,200) is a point."""
@@ -123,6 +120,7 @@ _TEXT = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 # what is seen better in text than in tokens, in this order: its name, an example, a pattern, what is put there
 REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern, new in (
     ("thousands in LaTeX", r"1{,}000", r"(?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))", ""),
+    ("thousands by spaces", "1 000", r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),
     ("space", r"5\,x", r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
     ("nothing", "$5$", r"(?<!\\)(?:\$|\\[()\[\]])|[\"`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?|\.(?= ?\\end)", ""),
     ("layout", r"\color{red}5", r"\\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}"
@@ -151,6 +149,8 @@ REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern
     # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
     ("power of ten", "2e5", r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]"
      r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
+    ("rounding", "5 (approximately)",
+     rf" ?{_TEXT} ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}}?$", ""),
     ("real constants", r"cx, c\in\mathbb{R}", _remark("a-jlo-z", "real|numbers?", "R"), ""),
     ("whole constants", r"k\pi, k\in\mathbb{Z}", _remark("kmn", "integers?", "Z"), ""))]
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
@@ -203,9 +203,3 @@ def tokens_of(text: str) -> list[Token]:
             found[-1].roman, found[-1].space, space = begins or any(braces), space, False
         begins = t == r"\text"
     return found
-
-
-def unit_name(text: str) -> str:
-    """The name of a unit: hour for h, hr and hours."""
-    unit = re.sub(r"(?<=\w\w)s$", "", re.sub(r"[{}\\]|^[ ^]*|[. ]*$", "", text))
-    return _UNITS.get(unit, unit)

@@ -17,7 +17,7 @@ mp.dps = 60
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
 _LARGEST = {"!": 4000, "binom": 4000, "exp": _LARGE, "sinh": _LARGE, "cosh": _LARGE, "tanh": 20}  # arguments
 _FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
-              r"\lfloor": "floor", r"\lceil": "ceil"} | {name: name.replace("arc", "a") for name in FUNCTIONS}
+              r"\lfloor": "", r"\lceil": ""} | {name: name.replace("arc", "a") for name in FUNCTIONS}
 
 
 _ROUNDED = (r"\lfloor", r"\lceil")
@@ -104,17 +104,16 @@ def _compute(kind: str, values: list, bits: int):
     if kind in ("inverse", "abs"):
         return 1 / first if kind == "inverse" else abs(first)
     if kind in _ROUNDED and exact:
-        return Fraction(first // 1 if kind == r"\lfloor" else -(-first // 1))
+        return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
     if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
         raise NotMath
     if kind == "!" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))
     if kind == "binom" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
         return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
-    if exact and max(map(_bits, values)) > _EXACT:
+    if kind in _ROUNDED or exact and max(map(_bits, values)) > _EXACT:
         raise NotMath  # \cos 10^{-30} is no 1
-    value = getattr(mp, _FUNCTIONS[kind])(*map(real, values))
-    return Fraction(int(mp.re(value))) if kind in _ROUNDED and not mp.im(value) else value
+    return getattr(mp, _FUNCTIONS[kind])(*map(real, values))
 
 
 def _power(base, exponent, bits: int):

@@ -18,7 +18,7 @@ _OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
 _AND = ("and", "et", "und", "\u0438", "AND")
 _SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
-    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod""".split())
+    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
@@ -31,7 +31,6 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
-_DEGREES = r"(?:\^\{\\circ\}|\^\\circ|\\degree)[CF]?"
 _ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
@@ -123,9 +122,8 @@ class Parser:
                 signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
         if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
             raise NotMath  # 1, 2; 3, 4
-        units = [units_in(node)[-1:] for node in nodes]
-        if any(units[:-1]) and units.count(units[0]) < len(units):  # one behind the last part is that of all
-            raise NotMath  # 5 ft, 6 in
+        if len({*units_in(("list", *nodes))}) > 1:
+            raise NotMath  # 5 ft, 6 in; 5 boys:3 girls
         return joined("or" if "or" in signs else "list", nodes)
 
     def item(self, anew: bool) -> list[tuple]:
@@ -168,10 +166,7 @@ class Parser:
         nodes = [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
-        node = joined("ratio", nodes)
-        if len({*units_in(node)}) > 1:
-            raise NotMath
-        return node
+        return joined("ratio", nodes)
 
     def sum(self) -> tuple:
         """Terms with signs, in no unit but degrees."""
@@ -180,8 +175,6 @@ class Parser:
             self.signs += op in (r"\pm", r"\mp")
             term = self.product()
             terms.append(minus(term) if op in ("-", r"\mp" if self.sign > 0 else r"\pm") else term)
-        if len(terms) > 1 and units_in(("+", *terms)):
-            raise NotMath  # 5 cm-10 cm
         return joined("+", terms)
 
     def product(self) -> tuple:
@@ -217,8 +210,8 @@ class Parser:
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in
         no brackets, roots or sums, and beside no letters."""
-        if sign := self.match(rf"[%$]|{_DEGREES}"):
-            return sign[0][:1]
+        if sign := self.take("%", "$", r"\degree"):
+            return sign
         start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
         if not (found := self.match(UNIT, space=" ")):
             return ""
@@ -235,11 +228,11 @@ class Parser:
         node = self.primary()
         if self.take("!"):
             node = ("!", node)
-        if exponent and not self.match(_DEGREES, step=False) and self.take("^"):
+        if exponent and self.take("^"):
             base, node = node, ("^", node, self.argument())
             if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
                 raise NotMath  # x^TA, PDP^{-1}: the order of matrices counts
-        if exponent and self.peek() in ("^", "!") and not self.match(_DEGREES, step=False):
+        if exponent and self.peek() in ("^", "!"):
             raise NotMath
         return node
 
@@ -360,7 +353,7 @@ class Parser:
         while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
                 self.peek().removeprefix("\\") not in FUNCTIONS):
             factors.append(self.power())
-        if self.match(_DEGREES):
+        if self.take(r"\degree"):
             factors += [("constant", "pi"), ("inverse", number(180))]
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
             name, power = "arc" + name, None
@@ -371,7 +364,7 @@ class Parser:
 
     def group(self, opening: str) -> tuple:
         r"""(5), a point, an interval ([1, 2)), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
-        start, bars, self.bars = self.at, self.bars, opening == r"\{"
+        bars, self.bars = self.bars, opening == r"\{"
         node = self.items(")", "]", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
         closing, several = self.take(")", "]", r"\}"), node[0] in ("list", "or")
         parts = node[1:] if node[0] == "list" else [node]
@@ -384,8 +377,7 @@ class Parser:
             node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
         elif not closing:
             raise NotMath
-        elif node[0] != "matrix" and (several or opening + closing != "()" and not (
-                opening + closing == "[]" and "(" in self.tokens[start:self.at])):  # [(x+1)x]
+        elif node[0] != "matrix" and (several or opening + closing != "()"):
             node = ("group", opening, closing, *parts)
         self.bars = bars
         if not node:

@@ -130,6 +130,7 @@ REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern
     ("ends", "=5.", r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+", r"\1"),
     ("frame", r"\boxed{5}", rf"^(?:\\(?:{STYLES})(?![a-z]) ?|\{{)+((?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})*)\}}+$",
      r"\1"),
+    ("degrees", r"20^\circ\text{C}", rf"\^ ?(?:\{{ ?\\circ ?\}}|\\circ)(?: ?{_TEXT} ?[CF]\b\}}?)?", r"\\degree "),
     ("derivative", r"\frac{dy}{dx}", r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}",
      r"\\overline{d\1 d\2}'"),
     ("all but one", r"\mathbb{R}\setminus\{1\}",
@@ -148,7 +149,7 @@ REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern
     ("mixed number", "1 1/2", r"(?<=\d) (\d+) ?/ ?(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
     # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
     ("power of ten", "2e5", r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]"
-     r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\^\\circ))", r"\1\2\\cdot 10^{\3}"),
+     r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\\d))", r"\1\2\\cdot 10^{\3}"),
     ("rounding", "5 (approximately)",
      rf" ?{_TEXT} ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}}?$", ""),
     ("real constants", r"cx, c\in\mathbb{R}", _remark("a-jlo-z", "real|numbers?", "R"), ""),

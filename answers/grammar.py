@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token
 
-FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp".split()
+FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp".split()
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 _RELATIONS = ("=", *_FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
 _OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
@@ -19,7 +19,7 @@ _AND = ("and", "et", "und", "\u0438", "AND")
 _SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
     \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
-_MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
+_MARKS = r"\dot \ddot \bar \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
     ldots""".split()]
@@ -147,7 +147,6 @@ class Parser:
         sides, ops = [self.union()], []
         while op := self.take(*_RELATIONS):
             ops.append(op)
-            self.named *= sides[-1][0] not in ("symbol", "call")
             self.match(_ABOUT)
             sides.append(self.union())
         if {*ops} & {">", r"\ge"}:  # x>2 is 2<x
@@ -196,8 +195,7 @@ class Parser:
                 kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
                 mixed = t == r"\frac" and before[0].isdigit() and kinds == "number * number inverse number".split()  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
-        vectors = [x for x in factors if x[0] == "symbol" and x[1][:4] in (r"\vec", r"\hat")]
-        if len(factors) > 1 and ("word" in next(zip(*factors)) or vectors[1:]):
+        if len(factors) > 1 and "word" in next(zip(*factors)):
             raise NotMath  # 12 by 5, May 5; \hat x\hat p
         node = joined("*", factors)
         return ("unit", node, unit) if unit else node
@@ -239,7 +237,7 @@ class Parser:
     def argument(self) -> tuple:
         r"""What follows ^, \frac or \sqrt: braces, a command, a digit (after ^ a number), a letter."""
         after, t = self.peek(-1), self.peek()
-        if self.take("-", "+"):
+        if self.take("-"):
             return minus(self.primary()) if t == "-" else self.primary()
         if t.isdigit() and after != "^" or t.isalpha() and not t.roman:  # \frac12, x^ab
             self.tokens[self.at:self.at + 1] = map(Token, t)
@@ -346,7 +344,7 @@ class Parser:
 
     def function(self, name: str) -> tuple:
         r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function."""
-        base = self.argument() if self.take("_") else number(10) if name == "lg" else None
+        base = self.argument() if self.take("_") else None
         power = self.argument() if self.take("^") else None
         bracketed = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|")
         factors = [self.power(exponent=self.peek() != "(")]  # \ln(2)^2 is (\ln 2)^2
@@ -357,7 +355,7 @@ class Parser:
             factors += [("constant", "pi"), ("inverse", number(180))]
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
             name, power = "arc" + name, None
-        node = ("ln" if name in ("log", "lg") else name, joined("*", factors))
+        node = ("ln" if name == "log" else name, joined("*", factors))
         if name == "log" or base:  # the base of \log is not known
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node

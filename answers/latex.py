@@ -108,52 +108,50 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
 
 
-def _remark(names: str, word: str, field: str) -> str:
-    """The pattern of a remark on names that stand for all numbers of a field."""
-    return (rf"(?:,|\\text\{{,?|\((?=[{names}] ?\\in)|(?=for\b|where\b|\\forall)) ?"
-            rf"(?=.*(?:\\in|all|any|every|some|{word}|constant))(?:(?:\\text|\\forall|\\in|\\mathbb|for|where"
-            rf"|any|all|every|some|{word}|arbitrary|constants?|is|an?|[{names}]|{field})(?![a-zA-Z])"
-            r"[{}(), ]*)+$")
-
-
-_TEXT = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
-# what is seen better in text than in tokens, in this order: its name, an example, a pattern, what is put there
-REWRITES = [(name, example, re.compile(pattern), new) for name, example, pattern, new in (
-    ("thousands in LaTeX", r"1{,}000", r"(?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))", ""),
-    ("thousands by spaces", "1 000", r"(?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))", ""),
-    ("space", r"5\,x", r"(?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~", " "),
-    ("nothing", "$5$", r"(?<!\\)(?:\$|\\[()\[\]])|[\"`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?|\.(?= ?\\end)", ""),
-    ("layout", r"\color{red}5", r"\\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}"
-     r"|(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)", ""),
-    ("comma", r"x=1\quad y=2", r"[, ]*(?:\\q?quad[, ]*)+", ", "),
-    ("dots", "1, ..., 9", r"\.\.\.", r"\\ldots "),
-    ("ends", "=5.", r"(?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+", r"\1"),
-    ("frame", r"\boxed{5}", rf"^(?:\\(?:{STYLES})(?![a-z]) ?|\{{)+((?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})*)\}}+$",
-     r"\1"),
-    ("degrees", r"20^\circ\text{C}", rf"\^ ?(?:\{{ ?\\circ ?\}}|\\circ)(?: ?{_TEXT} ?[CF]\b\}}?)?", r"\\degree "),
-    ("derivative", r"\frac{dy}{dx}", r"\\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}",
-     r"\\overline{d\1 d\2}'"),
-    ("all but one", r"\mathbb{R}\setminus\{1\}",
-     r"(?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-) ?\\\{ ?([^{},]*)\\\}", r"x\\ne \1"),
-    ("all", r"\text{all real numbers}", rf"^{_TEXT}[Aa]ll real(?: number)?s\}}?$", r"\\mathbb{R}"),
-    ("none", "there are no solutions", r"(?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b", r"\1"),
-    ("vector", r"\langle1,2\rangle", r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)"),
-    ("base", "(52)_8", r"^\(([0-9A-F]+)\)_", r"\1_"),
-    ("modulus", r"3\ (\mathrm{mod}\ 7)", rf"\(? ?{_TEXT}\\?\b[bp]?mod(?![a-z])[ {{}}]*(\w+)\}}? ?\)?", r"\\pmod \1"),
-    ("time", "3:05 p.m.", rf"(?<=:\d\d) ?{_TEXT} ?([apAP])\.? ?[mM]\.? ?\}}?$",
-     lambda match: ":" + match[1].lower()),
-    ("thousands", "1,000", r"^.*\d,\d{3}.*$", _thousands),
-    ("decimal comma", "3{,}5", r"(?<=\d)\{[,.]\}(?=\d)", "."),
-    ("period in dots", r"0.1666\ldots", r"\.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])", r".\1\\overline{\2}"),
-    ("period", r"0.\overline{3}", r"(\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", _repeating),
-    ("mixed number", "1 1/2", r"(?<=\d) (\d+) ?/ ?(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
-    # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
-    ("power of ten", "2e5", r"((?:^|[=,(]|style) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]"
-     r"([-+]?\d+)(?= ?(?:$|[,)]|\\text|\\m|\\d))", r"\1\2\\cdot 10^{\3}"),
-    ("rounding", "5 (approximately)",
-     rf" ?{_TEXT} ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}}?$", ""),
-    ("real constants", r"cx, c\in\mathbb{R}", _remark("a-jlo-z", "real|numbers?", "R"), ""),
-    ("whole constants", r"k\pi, k\in\mathbb{Z}", _remark("kmn", "integers?", "Z"), ""))]
+_OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
+# What is seen better in text than in tokens, in this order: a name, an example, a pattern, what is put there.
+_TABLE = r"""
+thousands in LaTeX   1{,}000   (?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))
+thousands by spaces   1 000   (?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))
+space   5\,x   (?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~   \t
+nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?
+        |\.(?= ?\\end)
+layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
+        |(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)
+comma   x=1\quad y=2   [, ]*(?:\\q?quad[, ]*)+   ,\t
+dots   1, ..., 9   \.\.\.   \\ldots\t
+ends   =5.   (?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+   \1
+frame   \boxed{5}   ^(?:\\(?:STYLES)(?![a-z]) ?|\{)+((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$   \1
+degrees   20^\circ\text{C}   \^ ?(?:\{ ?\\circ ?\}|\\circ)(?: ?OPENED ?[CF]\b\}?)?   \\degree\t
+derivative   \frac{dy}{dx}   \\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}   \\overline{d\1 d\2}'
+all but one   \mathbb{R}\setminus\{1\}   (?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-)
+         ?\\\{ ?([^{},]*)\\\}   x\\ne \1
+all   \text{all real numbers}   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R}
+none   there are no solutions   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
+vector   \langle1,2\rangle   \\langle([^<>]*,[^<>]*)\\rangle   (\1)
+base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
+modulus   3 (\mathrm{mod}\ 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
+time   3:05 p.m.   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
+thousands   1,000   ^.*\d,\d{3}.*$
+decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)   .
+period in dots   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
+period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
+mixed number   1 1/2   (?<=\d) (\d+) ?/ ?(\d+)(?![\d.])   \\frac{\1}{\2}
+power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
+        (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
+rounding   5 (approximately)   \s?OPENED ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}?$
+constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|where\b|\\forall)) ?
+        (?!.*(?:\b[a-jlo-z]\b.*(?:\bZ|integer)|\b[kmn]\b.*(?:\bR|real)))
+        (?=.*(?:\\in|all|any|every|some|real|integer|constant))
+        (?:(?:\\text|\\forall|\\in|\\mathbb|for|where|any|all|every|some|real|numbers?|integers?
+        |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}(), ]*)+$
+"""  # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
+_NEW = dict(thousands=_thousands, period=_repeating, time=lambda match: ":" + match[1].lower())
+REWRITES = []
+for line in re.sub(r"\n {8}", "", _TABLE).strip().splitlines():
+    name, example, pattern, *new = re.split(" {3}", line)
+    pattern = re.compile(pattern.replace("OPENED", _OPENED).replace("STYLES", STYLES))
+    REWRITES.append((name, example, pattern, _NEW.get(name, "".join(new))))
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
                     r"|[<>]=|\s+|.", re.DOTALL)
 

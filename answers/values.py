@@ -109,8 +109,6 @@ def _compute(kind: str, values: list, bits: int):
         raise NotMath
     if kind == "!" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))
-    if kind == "binom" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
-        return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
     if kind in _ROUNDED or exact and max(map(_bits, values)) > _EXACT:
         raise NotMath  # \cos 10^{-30} is no 1
     return getattr(mp, _FUNCTIONS[kind])(*map(real, values))

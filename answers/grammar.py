@@ -13,17 +13,17 @@ from answers.latex import SYMBOL_UNIT, UNIT, WORD_UNIT, Token
 
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp".split()
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_RELATIONS = ("=", *_FLIPPED, r"\ne", r"\in", r"\approx", r"\equiv")
-_OR = ("or", "ou", "oder", r"\lor", "\u0438\u043b\u0438", "\ub610\ub294")
-_AND = ("and", "et", "und", "\u0438", "AND")
+_RELATIONS = r"= < > \le \ge \ne \in \approx \equiv".split()
+_OR = "or ou oder \\lor \u0438\u043b\u0438 \ub610\ub294".split()
+_AND = "and et und \u0438 AND".split()
 _SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
     \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
-_MARKS = r"\dot \ddot \bar \overline \tilde \Delta \angle \triangle".split()  # of a symbol
+_MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
     ldots""".split()]
-_OPEN = (*_NO_FACTOR, "|", "(", "[", "{", r"\{")
+_OPEN = (*_NO_FACTOR, *r"| ( [ { \{".split())
 _WORDS = "[A-Z][a-z]+|[a-z]{4,}|[ivx]{2,}|no|yes|odd|one|two|six|ten"  # that are no products of letters
 _ABOUT = r"(?i:approximately|approx\.?|about|roughly|around)"
 # what an answer's value may begin with: "answer", a letter of a choice, a currency, about, an article
@@ -195,7 +195,7 @@ class Parser:
                 kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
                 mixed = t == r"\frac" and before[0].isdigit() and kinds == "number * number inverse number".split()  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
-        if len(factors) > 1 and "word" in next(zip(*factors)):
+        if len(factors) > 1 and re.search("'word'|(vec|hat).*(vec|hat)", str(factors)):
             raise NotMath  # 12 by 5, May 5; \hat x\hat p
         node = joined("*", factors)
         return ("unit", node, unit) if unit else node
@@ -225,7 +225,7 @@ class Parser:
         """A primary with factorial, degrees or an exponent."""
         node = self.primary()
         if self.take("!"):
-            node = ("!", node)
+            node = ("factorial", node)
         if exponent and self.take("^"):
             base, node = node, ("^", node, self.argument())
             if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
@@ -267,7 +267,7 @@ class Parser:
         elif t == r"\frac":
             node = ("*", self.argument(), ("inverse", self.argument()))
         elif t == r"\binom":
-            node = ("binom", self.argument(), self.argument())
+            node = ("binomial", self.argument(), self.argument())
         elif name == "sqrt":
             degree = self.items("]") if self.take("[") else number(2)
             self.take("]")
@@ -354,8 +354,8 @@ class Parser:
         if self.take(r"\degree"):
             factors += [("constant", "pi"), ("inverse", number(180))]
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
-            name, power = "arc" + name, None
-        node = ("ln" if name == "log" else name, joined("*", factors))
+            name, power = "a" + name, None
+        node = ("ln" if name == "log" else name.replace("arc", "a"), joined("*", factors))
         if name == "log" or base:  # the base of \log is not known
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node

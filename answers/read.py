@@ -32,7 +32,7 @@ _THOUGHT = re.compile(
     re.IGNORECASE)
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _LISTED = re.compile(rf"\s*[\[(]\s*(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}))*\s*,?\s*[\])]\s*", re.DOTALL)
-_MISSING = ("", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "None", "null", None, math.inf, -math.inf)
+_MISSING = ("", None, math.inf, -math.inf, *"N/A n/a #N/A <NA> NaN nan None null".split())
 
 
 def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:

@@ -15,11 +15,8 @@ mp.dps = 60
 # bits of a power; of a number whose root, logarithm or sine is told from its neighbours';
 # what is left of a difference by rounding
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
-_LARGEST = {"!": 4000, "binom": 4000, "exp": _LARGE, "sinh": _LARGE, "cosh": _LARGE, "tanh": 20}  # arguments
-_FUNCTIONS = {"+": "", "*": "", "inverse": "", "^": "power", "abs": "", "!": "factorial", "binom": "binomial",
-              r"\lfloor": "", r"\lceil": ""} | {name: name.replace("arc", "a") for name in FUNCTIONS}
-
-
+_LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=_LARGE, cosh=_LARGE, tanh=20)  # arguments
+_KINDS = [*r"+ * inverse ^ abs factorial binomial \lfloor \lceil".split(), *(f.replace("arc", "a") for f in FUNCTIONS)]
 _ROUNDED = (r"\lfloor", r"\lceil")
 
 
@@ -69,7 +66,7 @@ def _value(node: tuple, at: Callable, bits: int):
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
     if kind == "constant" and parts != ["oo"]:
         return dict(pi=+mp.pi, e=mp.exp(1), i=mp.mpc(0, 1))[parts[0]]
-    if kind not in _FUNCTIONS:
+    if kind not in _KINDS:
         raise NotMath
     try:
         value = _compute(kind, [_value(part, at, bits) for part in parts], bits)
@@ -107,11 +104,11 @@ def _compute(kind: str, values: list, bits: int):
         return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
     if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
         raise NotMath
-    if kind == "!" and exact and first.denominator == 1 and first >= 0:
+    if kind == "factorial" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))
     if kind in _ROUNDED or exact and max(map(_bits, values)) > _EXACT:
         raise NotMath  # \cos 10^{-30} is no 1
-    return getattr(mp, _FUNCTIONS[kind])(*map(real, values))
+    return getattr(mp, kind)(*map(real, values))
 
 
 def _power(base, exponent, bits: int):

@@ -97,7 +97,7 @@ SAME = table(r"""
 \frac13 | 0.\overline{3} | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
-\sqrt{2} | \sqrt2\;(\approx1.41) | \sqrt{2} (approximately 1.41) | \sqrt{2}\text{ or about }1.41
+\sqrt{2} | \sqrt{2} (approximately 1.41)
 2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
 52_8 | (52)_8 | 52_{(8)} | 52_{\text{eight}}
@@ -113,7 +113,7 @@ YES | yes | \u201cYes\u201d
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{ \}
 [2,\infty) | x\ge 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
-(-\infty,2] | ]-\infty;2]
+(-\infty,2]
 (-1,3] | x\in\left(-1,3\right] | 3\ge x>-1 | -1\lt x\le 3
 (0,9)\cup(9,36) | (9,36) \cup (0,9) | x\in(0,9)\text{ or }x\in(9,36)
 x \ne 3 | \mathbb{R}\setminus\{3\} | (-inf,3)\cup(3,\infty)
@@ -154,9 +154,9 @@ m\frac{dv}{dt}+bv=f | m\frac{dv}{dt}=f-bv
 3:4 | 3 to 4
 91 cm | 91\text{ m} | 91 meters | 91
 x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1\ (\mathrm{mod}\ 4)
-2.65 | \text{about }2.65 | x = roughly 2.65 | \sim2.65 | 2.65 \text{ to the nearest hundredth}
-3\text{ hours }20\text{ minutes} | 3 hours and 20 minutes | \text{3 hr 20 min} | 20\text{ min}, 3\text{ h}
-5\text{ boys and }3\text{ girls} | 3 girls and 5 boys | \text{5 boys, 3 girls}
+2.65 | \text{about }2.65 | x = roughly 2.65 | \sim2.65
+3\text{ hours }20\text{ minutes}
+5\text{ boys and }3\text{ girls}
 \text{Alice and Bob} | Bob, Alice
 \text{hyperbola} | A hyperbola | \text{a hyperbola.}
 \frac{-1\pm\sqrt{17}}{2} | \frac{-1+\sqrt{17}}{2}, \frac{-1-\sqrt{17}}{2} | x=-.5\pm.5\sqrt{17}

@@ -31,7 +31,6 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
-_ZEROS = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "oo")
 _REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
@@ -306,8 +305,6 @@ class Parser:
             self.tokens[self.at - 1:self.at] = map(Token, t)
             self.at -= 1
             return self.primary()
-        if zeros := _ZEROS.get(t.lower().rstrip("s")):
-            return number(10 ** zeros)
         words = [t]
         while self.is_word():
             words.append(self.expect())

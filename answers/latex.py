@@ -165,7 +165,6 @@ def to_ascii(text: str) -> str:
     """Signs and letters as LaTeX has them: full-width forms, superscripts, Greek; nothing invisible."""
     if text.isascii():
         return text
-    text = re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
     text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2

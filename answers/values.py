@@ -21,10 +21,8 @@ _ROUNDED = (r"\lfloor", r"\lceil")
 
 
 def name_of(node: tuple) -> str:
-    """The name of a symbol. A call is one as a whole, and so is what is rounded, by its value."""
-    if node[0] in ("symbol", "word"):
-        return node[1]
-    return f"{node[1]}({node[2:]}" if node[0] == "call" else " ".join([node[0], *map(text_of, values_of(node[1]))])
+    """The name of a symbol. A call and what is rounded are one as a whole."""
+    return node[1] if node[0] in ("symbol", "word") else f"{node[1]}({node[0]}{node[2:]}"
 
 
 def names_in(node: tuple) -> set[str]:
@@ -106,6 +104,8 @@ def _compute(kind: str, values: list, bits: int):
         raise NotMath
     if kind == "factorial" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))
+    if kind == "binomial" and exact and last.denominator == 1 and 0 <= last < 200:  # a polynomial of n
+        return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
     if kind in _ROUNDED or exact and max(map(_bits, values)) > _EXACT:
         raise NotMath  # \cos 10^{-30} is no 1
     return getattr(mp, kind)(*map(real, values))

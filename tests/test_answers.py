@@ -129,7 +129,7 @@ y=2x+3 | 3+2x | f(x)=2x+3 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
 v=v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
-\left\lfloor \frac{n+1}{2} \right\rfloor | \u230a(n+1)/2\u230b | \lfloor.5n+.5\rfloor
+\left\lfloor \frac{n+1}{2} \right\rfloor | \u230a(n+1)/2\u230b
 \sin^2 x+\cos^2 x | 1
 \sin x | \text{sin}(x)
 \tau\ln\frac1\Delta | -\tau\ln\Delta

@@ -76,7 +76,6 @@ class Parser:
 
     def __init__(self, tokens: list[Token]):
         self.tokens, self.at = list(tokens), 0
-        self.sign, self.signs = 1, 0  # what \pm means now; how many of them this item has
         self.bars = False  # within |..|
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
         while self.match(_BEFORE):
@@ -127,17 +126,14 @@ class Parser:
 
     def item(self, anew: bool) -> list[tuple]:
         r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
-        if not anew:
-            return [self.statement()]
-        start, outer, self.signs = self.at, self.signs, 0
-        nodes = [self.statement()]
-        if self.signs > 1 or self.signs and self.sign < 0:
-            raise NotMath
-        if self.signs:
-            self.at, self.sign = start, -1
+        start, nodes = self.at, [self.statement()]
+        signs = [at for at in range(start, self.at) if self.tokens[at] in (r"\pm", r"\mp")]
+        if anew and signs:
+            if signs[1:]:
+                raise NotMath
+            self.tokens[signs[0]] = Token("-" if self.tokens[signs[0]] == r"\pm" else "+")
+            self.at = start
             nodes.append(self.statement())
-            self.sign = 1
-        self.signs = outer
         return nodes
 
     def statement(self) -> tuple:
@@ -146,6 +142,7 @@ class Parser:
         sides, ops = [self.union()], []
         while op := self.take(*_RELATIONS):
             ops.append(op)
+            self.named *= sides[-1][0] not in ("symbol", "call")
             self.match(_ABOUT)
             sides.append(self.union())
         if {*ops} & {">", r"\ge"}:  # x>2 is 2<x
@@ -170,9 +167,8 @@ class Parser:
         """Terms with signs, in no unit but degrees."""
         terms = []
         while (op := self.take("+", "-", r"\pm", r"\mp")) or not terms:
-            self.signs += op in (r"\pm", r"\mp")
             term = self.product()
-            terms.append(minus(term) if op in ("-", r"\mp" if self.sign > 0 else r"\pm") else term)
+            terms.append(minus(term) if op in ("-", r"\mp") else term)
         return joined("+", terms)
 
     def product(self) -> tuple:
@@ -191,8 +187,8 @@ class Parser:
                 raise NotMath  # 2 3, 7R2, (1) 3 (2) 4; but (n-2)2^n
             else:
                 factor = self.power()
-                kinds = [part[0] for part in (last, *walk(factor)) if part[0] != "unit"]
-                mixed = t == r"\frac" and before[0].isdigit() and kinds == "number * number inverse number".split()  # not 2\frac12!
+                kinds = [part[0] for part in (last, *walk(factor))] == "number * number inverse number".split()
+                mixed = t == r"\frac" and before[0].isdigit() and kinds  # not 2\frac12!
                 factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
         if len(factors) > 1 and re.search("'word'|(vec|hat).*(vec|hat)", str(factors)):
             raise NotMath  # 12 by 5, May 5; \hat x\hat p

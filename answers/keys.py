@@ -70,7 +70,7 @@ def key(answer: str) -> str:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         found = _key(node)
     except NotMath:
-        return "text " + (re.sub(r"\{ (\S+) \}", r"\1", _lower(tokens)) or answer)
+        return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
     return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
 
 

@@ -139,6 +139,7 @@ period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
 mixed number   1 1/2   (?<=\d) (\d+) ?/ ?(\d+)(?![\d.])   \\frac{\1}{\2}
 power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
         (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
+million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
 rounding   5 (approximately)   \s?OPENED ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}?$
 constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|where\b|\\forall)) ?
         (?!.*(?:\b[a-jlo-z]\b.*(?:\bZ|integer)|\b[kmn]\b.*(?:\bR|real)))
@@ -183,8 +184,7 @@ def unescaped(text: str) -> str:
 def tokens_of(text: str) -> list[Token]:
     """The tokens of an answer without what says nothing: styles, remarks, words before a number, points."""
     for _, _, pattern, new in REWRITES:
-        if (changed := pattern.sub(new, text)) != text:
-            text = " ".join(changed.split()) or text  # nothing is no answer
+        text = " ".join(pattern.sub(new, text).split()) or text  # nothing is no answer
     found, space, braces, begins = [], False, [], False
     for match in _TOKEN.finditer(text):
         t = match[0].rstrip("*") or "*"

@@ -32,7 +32,7 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
-INFINITY = ("constant", "oo")
+INFINITY = ("constant", "infty")
 _REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
 
 
@@ -62,13 +62,8 @@ def walk(node: tuple):
     """The node and all nodes in it."""
     yield node
     for part in node:
-        if isinstance(part, tuple) and part and isinstance(part[0], str):
+        if isinstance(part, tuple):
             yield from walk(part)
-
-
-def units_in(node: tuple) -> list[str]:
-    """The units in it, one behind another."""
-    return [part[2] for part in walk(node) if part[0] == "unit"]
 
 
 class Parser:
@@ -120,7 +115,7 @@ class Parser:
                 signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
         if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
             raise NotMath  # 1, 2; 3, 4
-        if len({*units_in(("list", *nodes))}) > 1:
+        if len({part[2] for part in walk(("list", *nodes)) if part[0] == "unit"}) > 1:
             raise NotMath  # 5 ft, 6 in; 5 boys:3 girls
         return joined("or" if "or" in signs else "list", nodes)
 
@@ -233,7 +228,7 @@ class Parser:
         r"""What follows ^, \frac or \sqrt: braces, a command, a digit (after ^ a number), a letter."""
         after, t = self.peek(-1), self.peek()
         if self.take("-"):
-            return minus(self.primary()) if t == "-" else self.primary()
+            return minus(self.primary())
         if t.isdigit() and after != "^" or t.isalpha() and not t.roman:  # \frac12, x^ab
             self.tokens[self.at:self.at + 1] = map(Token, t)
         return self.primary()
@@ -277,7 +272,7 @@ class Parser:
         elif t == r"\mathbb" and self.match(r"\{R\}|R"):
             node = _REALS
         elif t in ("e", "i", "pi", r"\pi", r"\infty"):
-            node = INFINITY if t == r"\infty" else ("constant", name)
+            node = ("constant", name)
         elif t == r"\emptyset":
             node = ("set",)
         elif t.isalpha():

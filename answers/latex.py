@@ -7,19 +7,19 @@ import re
 import unicodedata
 
 _ALIASES = {  # a command: those that mean the same
-    r"\frac": "dfrac tfrac cfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
-    "<": "lt", ">": "gt", r"\le": "leq leqslant leqq", r"\ge": "geq geqslant geqq", r"\ne": "neq",
+    r"\frac": "dfrac tfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
+    "<": "lt", ">": "gt", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
     "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
-    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", r"\\": "cr",
-    r"\approx": "simeq thickapprox approxeq doteq", r"\epsilon": "varepsilon", r"\phi": "varphi",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing",
+    r"\approx": "simeq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
-    r"\tan": "tg", r"\cot": "ctg", r"\arctan": "arctg", "i": "imath", "j": "jmath", "'": "prime",
+    "i": "imath", "j": "jmath", "'": "prime",
     r"\degree": "degrees textdegree", "%": "%", "$": "$",
     "": """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr limits displaystyle
-        textstyle scriptstyle rm bf it sf tt small large Large LARGE huge Huge boldsymbol mathbf bm pmb mathit
-        mathsf mathtt mathord bold normalsize underline emph boxed fbox ensuremath
-        checkmark blacksquare square qed therefore nonumber pounds euro""",
-    r"\text": "textbf textit textrm textnormal textsf texttt mathrm mbox hbox operatorname"}
+        textstyle scriptstyle rm bf it tt small large Large LARGE huge Huge boldsymbol mathbf bm mathit
+        mathsf mathord bold normalsize underline emph boxed fbox ensuremath
+        checkmark blacksquare therefore nonumber pounds euro""",
+    r"\text": "textbf textit textrm mathrm mbox operatorname"}
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
 _ALIAS |= {"*": r"\cdot", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
@@ -53,7 +53,7 @@ _SIGNS = """\u2044\u00f7 /
     \u201c\u201d "
     \u6216 \\text{ or }
     \u548c\u4e14 \\text{ and }
-    \u2713\u2714\u220e\u25a0 \\checkmark
+    \u2713 \\checkmark
     \u03b1 \\alpha
     \u03b2 \\beta
     \u03b8 \\theta
@@ -70,7 +70,7 @@ _SIGN = {ord(sign): command + " " * ("\\" in command) for line in _SIGNS.splitli
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
 _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
        r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
-       r"|\\AA)(?:\^\{?-?\d\}?)?")
+       r"|\\AA|[\u4e2a\u5143\u5186\u4eba\u5ea6]|(?:\u5e73\u65b9)?\u5398\u7c73)(?:\^\{?-?\d\}?)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _KNOWN = (r"(?:percent(?:age)?|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)"
           r"|mile|yard|unit|gram|pound|lit(?:er|re)|point|way|USD|cup|yuan|[eE]uro|rupee|gallon|acre|ton"
@@ -83,13 +83,11 @@ _WORD_UNIT = (rf"(?:(?:sq\.?|square|cubic|percentage) ?)?(?:{_KNOWN}|"
               r"|thousand|hundred|has|was|co|off|hal(?:f|ve))(?:e?s)?\b)[a-z]{2,}(?<![ius])s)"
               rf"(?: (?:squared|cubed|old)|(?: per |/) ?(?:(?:square|cubic) )?(?:{_KNOWN}))?"
               r"(?:\^\{?\d\}?)?")
-_CHINESE = ("(?:(?![\u4e07\u4ebf\u5343\u767e\u5341\u534a\u5206\u6210\u5146\u6298\u4ee5\u4e0a\u4e0b\u591a"
-            "\u5c11\u524d\u540e\u5927\u5c0f\u500d\u7684\u51e0\u4e0d])[\u4e00-\u9fff])+")
-UNIT = re.compile(rf" ?(?:{_WORD_UNIT}|{SYMBOLS}|{_CHINESE}|st|nd|rd|th)(?![a-zA-Z_])\.?"
+UNIT = re.compile(rf" ?(?:{_WORD_UNIT}|{SYMBOLS})(?![a-zA-Z_])\.?"
                   rf"|\\frac\{{? ?(?:{SYMBOLS}|[a-z]+s)\}}?\{{? ?(?:{SYMBOLS}|{_KNOWN})\}}?")
-WORD_UNIT = re.compile(rf" {_WORD_UNIT}| ?{_CHINESE}")
+WORD_UNIT = re.compile(f" {_WORD_UNIT}")
 SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
-                        r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|th"
+                        r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|[\u4e2a\u5143\u5186\u4eba\u5ea6]|(?:\u5e73\u65b9)?\u5398\u7c73"
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 
 

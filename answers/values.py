@@ -62,7 +62,7 @@ def _value(node: tuple, at: Callable, bits: int):
     if kind in ("symbol", "call") or kind in _ROUNDED and names_in(node):
         name = name_of(node)  # AB is a product, as a value
         return math.prod(map(at, name)) if name.isalpha() and name.isupper() else at(name)
-    if kind == "constant" and parts != ["oo"]:
+    if kind == "constant" and parts != ["infty"]:
         return dict(pi=+mp.pi, e=mp.exp(1), i=mp.mpc(0, 1))[parts[0]]
     if kind not in _KINDS:
         raise NotMath

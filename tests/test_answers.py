@@ -88,7 +88,7 @@ SAME = table(r"""
 1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | \text{Answer: }1,000 | {\bf 1,000}
 3\text{ million}
 5 | x=5 | 5. | \text{5} | (5) | 5=x
-12 | =12 | 3\times4=12 | x\approx12 | 12th
+12 | =12 | 3\times4=12 | x\approx12
 90 | m\angle ABC=90^\circ | 90\u00b0 | 90\text{ degrees} | 90\%
 120 | \frac{10!}{3!7!} | \dbinom{10}{3}
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)

@@ -110,7 +110,7 @@ class Parser:
                 raise NotMath
             nodes += self.item(anew or not self.depth)
             joint = False
-            while sign := self.take(*_SEPARATORS) or self.peek().roman and self.take("y"):
+            while sign := self.take(*_SEPARATORS):
                 joint = True
                 signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
         if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
@@ -173,8 +173,6 @@ class Parser:
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
-                if op == r"\times" and "symbol" in (last[0], factor[0]):
-                    raise NotMath  # A\times B may be no product
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif not self.starts_factor():
                 break
@@ -193,7 +191,7 @@ class Parser:
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
         t = self.peek()
-        return not (t in _NO_FACTOR or t == "|" and self.bars or t == "y" and t.roman)
+        return t not in _NO_FACTOR and not (t == "|" and self.bars)
 
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in

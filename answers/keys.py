@@ -10,20 +10,18 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from hashlib import sha256
 from string import ascii_lowercase
 
 from answers.grammar import INFINITY, NotMath, Parser, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import kinds_in, names_in, real, text_of, values_of
 
-_LONGEST, _LONGEST_KEY = 400, 4000  # characters; longer answers are compared as strings, keys by their hash
+_LONGEST, _LONGEST_KEY = 400, 4000  # characters; what is longer is compared as text
 _TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]{2,}_"  # chemistry: NH_4OCN; 2AB_{16}
          r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
          r"|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$"  # dy/dx; 0.1(6)
-         # 10-20, a date, A-B-C
-         r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})"
-         r"(?=\)*(?:$|[,;]|and|or))")
+         r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+"  # 10-20, a date
+         r"|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})(?=\)*(?:$|[,;]|and|or))")  # A-B-C
 
 
 def classes(answers: list[str | None], answer_keys: Callable | None = None) -> list[int | None]:
@@ -55,8 +53,6 @@ def equal(a: str | None, b: str | None, answer_keys: Callable | None = None) -> 
 @lru_cache(maxsize=100_000)
 def key(answer: str) -> str:
     """The key of an answer. What the grammar does not know has its tokens as key."""
-    if answer.isdecimal() and answer.isascii() and answer[0] != "0":  # most answers
-        return answer
     answer = " ".join(answer.split())
     text = to_ascii(unescaped(answer)) if len(answer) - answer.count(" ") <= _LONGEST else ""
     tokens = tokens_of(text) if len(text) < 3 * _LONGEST else []
@@ -68,10 +64,11 @@ def key(answer: str) -> str:
         _, node = _definition(parser.items())
         if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
-        found = _key(node)
+        if len(found := _key(node)) < _LONGEST_KEY:
+            return found
     except NotMath:
-        return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
-    return found if len(found) < _LONGEST_KEY else "long " + sha256(found.encode()).hexdigest()
+        pass
+    return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
 
 
 def _lower(words: list[str]) -> str:
@@ -197,8 +194,7 @@ def _interval(node: tuple) -> tuple:
     if name[0] != "symbol" or not re.fullmatch(r"\\?[a-z]+(?:_\w+)?|[A-Z]", name[1]) or (
             names_in(below) or names_in(above) or not {*ops} <= {"<", r"\le"} and node[1] != (r"\ne",)):
         return node
-    brackets = "(" if ops[0] == "<" else "[", ")" if ops[1] == "<" else "]"
-    found = ("group", *brackets, below, above)
+    found = ("group", "(["[ops[0] != "<"], ")]"[ops[1] != "<"], below, above)
     if node[1] == (r"\ne",):
         other = above if below == minus(INFINITY) else below
         found = (r"\cup", ("group", "(", ")", minus(INFINITY), other), ("group", "(", ")", other, INFINITY))

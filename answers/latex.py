@@ -128,8 +128,8 @@ all   \text{all real numbers}   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R
 none   there are no solutions   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
 vector   \langle1,2\rangle   \\langle([^<>]*,[^<>]*)\\rangle   (\1)
 base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
-modulus   3 (\mathrm{mod}\ 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
-time   3:05 p.m.   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
+modulus   3 (\mathrm{mod} 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
+time   3:05 pm   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
 thousands   1,000   ^.*\d,\d{3}.*$
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)   .
 period in dots   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}

@@ -16,7 +16,8 @@ mp.dps = 60
 # what is left of a difference by rounding
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
 _LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=_LARGE, cosh=_LARGE, tanh=20)  # arguments
-_KINDS = [*r"+ * inverse ^ abs factorial binomial \lfloor \lceil".split(), *(f.replace("arc", "a") for f in FUNCTIONS)]
+_KINDS = r"+ * inverse ^ abs factorial binomial \lfloor \lceil".split()
+_KINDS += [name.replace("arc", "a") for name in FUNCTIONS]
 _ROUNDED = (r"\lfloor", r"\lceil")
 
 
@@ -38,7 +39,8 @@ def kinds_in(node: tuple) -> set[str]:
 def values_of(node: tuple) -> list:
     """Its values at six points; the only one of a formula without names."""
     points, absolute = 6 if names_in(node) else 1, "abs" in kinds_in(node)
-    return [_value(node, partial(_coordinate, point, absolute), 2 * _LARGE // points) for point in range(points)]
+    return [_value(node, partial(_coordinate, point, absolute), 2 * _LARGE // points)
+            for point in range(points)]
 
 
 def _coordinate(point: int, absolute: bool, name: str):
@@ -68,10 +70,9 @@ def _value(node: tuple, at: Callable, bits: int):
         raise NotMath
     try:
         value = _compute(kind, [_value(part, at, bits) for part in parts], bits)
-        good = isinstance(value, Fraction) or mp.isfinite(value)
     except (ZeroDivisionError, ValueError, OverflowError):
-        good = False
-    if not good:
+        raise NotMath from None
+    if not isinstance(value, Fraction) and not mp.isfinite(value):
         raise NotMath
     return value
 

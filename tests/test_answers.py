@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from answers import classes, equal, extract_answer, gold_answers, key
+from answers.latex import REWRITES
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared/data"
@@ -106,7 +107,7 @@ SAME = table(r"""
 \text{Evelyn} | evelyn | \operatorname*{Evelyn}
 YES | yes | \u201cYes\u201d
 1, 2, 3 | 3, 2, 1 | \{1,2,3\} | x=1, x=2, x=3 | 1, 2, \text{ and } 3
-1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\text{ y }2 | 1\u62162
+1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
 (1,2) | x=1, y=2 | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
@@ -280,6 +281,12 @@ def test_spellings_of_one_answer_are_equal(spellings):
 @pytest.mark.parametrize("spellings", DIFFERENT, ids=str)
 def test_different_answers_differ(spellings):
     assert len(set(classes(spellings))) == len(spellings)
+
+
+@pytest.mark.parametrize("name, example", [rule[:2] for rule in REWRITES], ids=str)
+def test_each_rewriting_has_an_example_that_no_earlier_one_changes(name, example):
+    changed = [rule[0] for rule in REWRITES if rule[2].sub(rule[3], example) != example]
+    assert changed[0] == name
 
 
 CHOICES = table(r"""

@@ -1,8 +1,8 @@
 r"""Tokens -> a tree, by descent: items > statement > union > ratio > sum > product > power > primary.
 
 A node is a tuple, its kind and then its parts: ("number", Fraction), ("symbol", name), ("+", node, ...).
-Kinds of formulas: number constant symbol call + * inverse ^ ! abs binom \lfloor \lceil and the functions.
-Others: list or relation \cup ratio group set matrix row word unit kept. What else there is is NotMath.
+Kinds of formulas: number constant symbol call + * inverse ^ | factorial binomial \lfloor \lceil, functions.
+Others: list or relation \cup ratio group set matrix row word unit. What else there is is NotMath.
 """
 
 import re
@@ -28,7 +28,7 @@ _WORDS = "[A-Z][a-z]+|[a-z]{4,}|[ivx]{2,}|no|yes|odd|one|two|six|ten"  # that ar
 _ABOUT = r"(?i:approximately|approx\.?|about|roughly|around)"
 # what an answer's value may begin with: "answer", a letter of a choice, a currency, about, an article
 _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:option|choice)(?=\(?[A-J]\)?$))"
-           r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|INR|USD|EUR|GBP|CNY|RMB|US|HK)\.?)"
+           r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|USD?|EUR|RMB)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
@@ -41,11 +41,8 @@ class NotMath(Exception):
 
 
 def number(value) -> tuple:
-    """The node of a number, also from its digits. Raises NotMath for anything else: 1 1/b, 2²."""
-    try:
-        return ("number", Fraction(value))
-    except ValueError:
-        raise NotMath from None
+    """The node of a number, also from its digits."""
+    return ("number", Fraction(value))
 
 
 def minus(node: tuple) -> tuple:
@@ -70,7 +67,7 @@ class Parser:
     """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
     def __init__(self, tokens: list[Token]):
-        self.tokens, self.at = list(tokens), 0
+        self.tokens, self.at = [*tokens, *[Token("")] * 3], 0  # peek looks up to two back
         self.bars = False  # within |..|
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
         while self.match(_BEFORE):
@@ -78,7 +75,7 @@ class Parser:
 
     def peek(self, ahead: int = 0) -> Token:
         """The token at hand, or one near it; empty if there is none."""
-        return self.tokens[self.at + ahead] if 0 <= self.at + ahead < len(self.tokens) else Token("")
+        return self.tokens[self.at + ahead]
 
     def take(self, *wanted: str) -> Token:
         """The token at hand if it is one of these, and step on; else empty."""
@@ -102,8 +99,7 @@ class Parser:
         return found
 
     def items(self, *ends: str, anew: bool = False) -> tuple:
-        """Statements up to one of these tokens: ("list" or "or", ...), or the only one; 5 ft 6 in.
-        The parts keep their units if these differ."""
+        """Statements up to one of these tokens: ("list" or "or", ...), or the only one."""
         nodes, signs, joint = [], set(), True
         while self.peek() not in ("", *ends):
             if not joint:
@@ -152,14 +148,14 @@ class Parser:
         return joined(r"\cup", nodes)
 
     def ratio(self) -> tuple:
-        """2:3, 3 to 4, with one unit."""
+        """2:3, 3 to 4."""
         nodes = [self.sum()]
         while not self.bars and self.take(":", "to"):
             nodes.append(self.sum())
         return joined("ratio", nodes)
 
     def sum(self) -> tuple:
-        """Terms with signs, in no unit but degrees."""
+        """Terms with signs."""
         terms = []
         while (op := self.take("+", "-", r"\pm", r"\mp")) or not terms:
             term = self.product()
@@ -179,10 +175,7 @@ class Parser:
             elif t[0].isdigit() and (before not in ")!" or last[0] in ("number", "symbol", "constant")):
                 raise NotMath  # 2 3, 7R2, (1) 3 (2) 4; but (n-2)2^n
             else:
-                factor = self.power()
-                kinds = [part[0] for part in (last, *walk(factor))] == "number * number inverse number".split()
-                mixed = t == r"\frac" and before[0].isdigit() and kinds  # not 2\frac12!
-                factors[-1:] = [("+", last, factor)] if mixed else [last, factor]
+                factors.append(self.power())
         if len(factors) > 1 and re.search("'word'|(vec|hat).*(vec|hat)", str(factors)):
             raise NotMath  # 12 by 5, May 5; \hat x\hat p
         node = joined("*", factors)
@@ -194,7 +187,7 @@ class Parser:
         return t not in _NO_FACTOR and not (t == "|" and self.bars)
 
     def unit(self, factor: tuple) -> str:
-        """The unit that follows, or nothing; step over it, and over a remark. One without \\text{} stands in
+        """The unit that follows, or nothing; step over it. One without \\text{} stands in
         no brackets, roots or sums, and beside no letters."""
         if sign := self.take("%", "$", r"\degree"):
             return sign
@@ -210,14 +203,15 @@ class Parser:
         return found[0].strip(" .s")
 
     def power(self, exponent: bool = True) -> tuple:
-        """A primary with factorial, degrees or an exponent."""
+        """A primary with factorial or an exponent."""
         node = self.primary()
         if self.take("!"):
             node = ("factorial", node)
         if exponent and self.take("^"):
-            base, node = node, ("^", node, self.argument())
-            if base[0] == "symbol" and node[2] in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
+            base, above = node, self.argument()
+            if base[0] == "symbol" and above in (("symbol", "T"), minus(number(1)))[:1 + base[1].isupper()]:
                 raise NotMath  # x^TA, PDP^{-1}: the order of matrices counts
+            node = ("^", base, above)
         if exponent and self.peek() in ("^", "!"):
             raise NotMath
         return node
@@ -238,7 +232,7 @@ class Parser:
             raise NotMath
         t = self.expect()
         name = t.removeprefix("\\")
-        if t[0].isdigit():
+        if t[0].isdecimal():
             node = self.symbol(t) if self.match(r"_|\^?\{?'", step=False) else number(t)  # 52_8, 5'
         elif t == "$":
             node = ("unit", self.product(), "$")
@@ -249,9 +243,9 @@ class Parser:
             self.expect("}")
         elif t in ("|", r"\lfloor", r"\lceil"):
             bars, self.bars = self.bars, t == "|"
-            node = ("abs" if t == "|" else t, self.sum())
+            node = (t, self.sum())
             self.bars = bars
-            self.expect({r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}.get(t, t))
+            self.expect(t.replace(r"\l", r"\r"))
         elif t == r"\frac":
             node = ("*", self.argument(), ("inverse", self.argument()))
         elif t == r"\binom":
@@ -267,12 +261,8 @@ class Parser:
             node = self.environment()
         elif t in _MARKS and (marked := self.match(r"\{[^{}]*\}|\\?[a-zA-Z]+")):
             node = self.symbol(f"{t} {marked[0].strip('{}')}")
-        elif t == r"\mathbb" and self.match(r"\{R\}|R"):
-            node = _REALS
-        elif t in ("e", "i", "pi", r"\pi", r"\infty"):
+        elif name in ("e", "i", "pi", "infty"):
             node = ("constant", name)
-        elif t == r"\emptyset":
-            node = ("set",)
         elif t.isalpha():
             node = self.letters(t)
         elif t in _LETTERS:
@@ -315,7 +305,7 @@ class Parser:
             return ("symbol", name + event[0])  # P(X=1), E[X]
         if primes := self.match(r"'+|\^\{?'+\}?"):
             name += "'" * primes[0].count("'")
-        power = r"\^(?:\{?\(|(?:\{[^{}]*\}|\d)\()" if name[0] in "fghFGH" else r"\^\{?\("
+        power = r"\^\{?\(" + r"|\^(?:\{[^{}]*\}|\d)\(" * (name[0] in "fghFGH")
         if self.match(power, step=False):  # a derivative; f^2(x)
             raise NotMath
         simple = r"(?:\d+|[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+)\)"
@@ -350,7 +340,7 @@ class Parser:
         r"""(5), a point, an interval ([1, 2)), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
         bars, self.bars = self.bars, opening == r"\{"
         node = self.items(")", "]", *["|", ":", r"\}"] * (opening == r"\{"), anew=opening == r"\{")
-        closing, several = self.take(")", "]", r"\}"), node[0] in ("list", "or")
+        closing = self.take(")", "]", r"\}")
         parts = node[1:] if node[0] == "list" else [node]
         if opening == r"\{" and self.take("|", ":"):  # {x | x > 1} is x > 1
             self.bars, rule = False, self.items(r"\}")
@@ -358,10 +348,10 @@ class Parser:
             node = rule if name[0] == "symbol" and name in walk(rule) else None
             self.expect(r"\}")
         elif opening == r"\{":
-            node = ("set", *parts) if closing else node if self.peek(-1) == "}" else None  # a system
+            node = ("set", *parts) if closing else None
         elif not closing:
             raise NotMath
-        elif node[0] != "matrix" and (several or opening + closing != "()"):
+        elif node[0] in ("list", "or") or node[0] != "matrix" and opening + closing != "()":
             node = ("group", opening, closing, *parts)
         self.bars = bars
         if not node:
@@ -373,12 +363,11 @@ class Parser:
         name = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}")  # vmatrix is a determinant
         rows, row, t = [], [], "&"
         while t != r"\end":
-            self.take("if", "when", "for")
             row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")
             if t != "&":
                 rows, row = rows + [("row", *row)] * (row != [("list",)]), []
-        if not name or not rows or not self.match(re.escape(name[0])):
+        if not (name and rows and self.match(re.escape(name[0]))):
             raise NotMath
         if all(len(row) == 2 and row[1][0] == "relation" for row in rows):
             return ("list", *(row[1] for row in rows))

@@ -94,8 +94,7 @@ def _key(node: tuple) -> str:
     if kind == "group":
         return parts[0] + "; ".join(map(_key, parts[2:])) + parts[1]
     if kind in ("set", r"\cup"):
-        kind, sign = ("set", "; ") if kind == "set" else ("", " U ")
-        return f"{kind}{{{sign.join(sorted(map(_key, parts)))}}}"
+        return f"{kind}{{{'; '.join(sorted(map(_key, parts)))}}}"
     symbols = parts if kind == "*" else [node]
     if kind == "word" or {part[0] for part in symbols} == {"symbol"}:
         name = "".join(part[1] for part in symbols)
@@ -149,8 +148,8 @@ def _is_name(node: tuple, value: tuple) -> bool:
     if kind in ("group", "ratio"):
         symbols = [part[1] for part in parts if part[0] == "symbol"]
         return len(symbols) == len(parts) - 2 * (kind == "group") and symbols == sorted(symbols)
-    if not names and kind in ("abs", "+"):
-        letters = "[A-Z]{1,2}" if kind == "abs" else "[A-Za-w]|[A-Z]{2}"  # |a|=5 is no 5, nor x+y=5
+    if not names and kind in ("|", "+"):
+        letters = "[A-Z]{1,2}" if kind == "|" else "[A-Za-w]|[A-Z]{2}"  # |a|=5 is no 5, nor x+y=5
         return all(part[0] == "symbol" and re.fullmatch(letters, part[1]) for part in parts)
     name, *arguments = parts
     if kind not in ("symbol", "call", "word") or re.match("[A-Z]{3}", name) or (
@@ -180,7 +179,7 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     united = kind == "or" and (intervals or len(names - {""}) > 1)
     if kind == "or" and len({*keys}) == 1:
         return keys[0]  # 0.5 or 1/2
-    return "{" + (" U " if united else "; ").join(sorted(keys)) + "}"
+    return r"\cup" * bool(united) + "{" + "; ".join(sorted(keys)) + "}"
 
 
 def _interval(node: tuple) -> tuple:

@@ -10,7 +10,7 @@ _ALIASES = {  # a command: those that mean the same
     r"\frac": "dfrac tfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
     "<": "lt", ">": "gt", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
     "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
-    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc",
     r"\approx": "simeq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
     "i": "imath", "j": "jmath", "'": "prime",
@@ -23,53 +23,19 @@ _ALIASES = {  # a command: those that mean the same
 _ALIAS = {rf"\{other}": command for command, others in _ALIASES.items() for other in others.split()}
 _ALIAS |= {"*": r"\cdot", "<=": r"\le", ">=": r"\ge", "inf": r"\infty", "infinity": r"\infty"}
 STYLES = "|".join(_ALIASES[""].split())
-_SIGNS = """\u2044\u00f7 /
-    \u2212\u2010\u2013\u2014 -
-    \u27e8 \\langle
-    \u27e9 \\rangle
-    \u00d7 \\times
-    \u00b7\u22c5\u2217 \\cdot
-    \u00b0\u00ba\u02da ^\\circ
-    \u221e \\infty
-    \u2264\u2266\u2a7d \\le
-    \u2265\u2267\u2a7e \\ge
-    \u2260 \\ne
-    \u2248 \\approx
-    \u2261 \\equiv
-    \u00b1 \\pm
-    \u222a \\cup
-    \u2229 \\cap
-    \u2208 \\in
-    \u221a \\sqrt
-    \u2205 \\emptyset
-    \u230a \\lfloor
-    \u230b \\rfloor
-    \u2308 \\lceil
-    \u2309 \\rceil
-    \u211d \\mathbb{R}
-    \u3001 ,
-    \u3002 .
-    \u2236 :
-    \u201c\u201d "
-    \u6216 \\text{ or }
-    \u548c\u4e14 \\text{ and }
-    \u2713 \\checkmark
-    \u03b1 \\alpha
-    \u03b2 \\beta
-    \u03b8 \\theta
-    \u03bb \\lambda
-    \u03bc \\mu
-    \u03c0 \\pi
-    \u03c3 \\sigma
-    \u03c6 \\phi
-    \u03c9 \\omega
-    \u0394 \\Delta
-    \u03a9 \\Omega"""
-_SIGN = {ord(sign): command + " " * ("\\" in command) for line in _SIGNS.splitlines()
-         for signs, command in [line.split(maxsplit=1)] for sign in signs}
+_SIGNS = """\u2044\u00f7 / \u2212\u2010\u2013\u2014 - \u27e8 \\langle \u27e9 \\rangle \u00d7 \\times
+    \u00b7\u22c5\u2217 \\cdot \u00b0\u00ba\u02da ^\\circ \u221e \\infty \u2264\u2266\u2a7d \\le
+    \u2265\u2267\u2a7e \\ge \u2260 \\ne \u2248 \\approx \u2261 \\equiv \u00b1 \\pm \u222a \\cup \u2229 \\cap
+    \u2208 \\in \u221a \\sqrt \u2205 \\{\\} \u230a \\lfloor \u230b \\rfloor \u2308 \\lceil \u2309 \\rceil
+    \u211d \\mathbb{R} \u3001 , \u3002 . \u2236 : \u201c\u201d " \u6216 \\text{~or~}
+    \u548c\u4e14 \\text{~and~} \u2713 \\checkmark \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta
+    \u03bb \\lambda \u03bc \\mu \u03c0 \\pi \u03c3 \\sigma \u03c6 \\phi \u03c9 \\omega \u0394 \\Delta
+    \u03a9 \\Omega""".split()
+_SIGN = {ord(sign): command + " " * ("\\" in command)
+         for signs, command in zip(_SIGNS[::2], _SIGNS[1::2]) for sign in signs}
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
 _SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
-       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|dyn|AU|pc|kWh|dB|rpm|ppm|mmHg|Torr|gal|[kM]?\\Omega"
+       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|AU|kWh|dB|rpm|ppm|mmHg|[kM]?\\Omega"
        r"|\\AA|[\u4e2a\u5143\u5186\u4eba\u5ea6]|(?:\u5e73\u65b9)?\u5398\u7c73)(?:\^\{?-?\d\}?)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _KNOWN = (r"(?:percent(?:age)?|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)"
@@ -84,7 +50,7 @@ _WORD_UNIT = (rf"(?:(?:sq\.?|square|cubic|percentage) ?)?(?:{_KNOWN}|"
               rf"(?: (?:squared|cubed|old)|(?: per |/) ?(?:(?:square|cubic) )?(?:{_KNOWN}))?"
               r"(?:\^\{?\d\}?)?")
 UNIT = re.compile(rf" ?(?:{_WORD_UNIT}|{SYMBOLS})(?![a-zA-Z_])\.?"
-                  rf"|\\frac\{{? ?(?:{SYMBOLS}|[a-z]+s)\}}?\{{? ?(?:{SYMBOLS}|{_KNOWN})\}}?")
+                  rf"|\\frac\{{ ?(?:{SYMBOLS})\}}\{{ ?(?:{SYMBOLS})\}}")
 WORD_UNIT = re.compile(f" {_WORD_UNIT}")
 SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh|rpm|ppm|mmHg|Torr|mL|mol"
                         r"|[kMG]?(?:eV|Hz|Pa)|min|sec|hrs?|yrs?|lbs?|oz|nm|rad|deg|[\u4e2a\u5143\u5186\u4eba\u5ea6]|(?:\u5e73\u65b9)?\u5398\u7c73"
@@ -111,7 +77,7 @@ _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 _TABLE = r"""
 thousands in LaTeX   1{,}000   (?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))
 thousands by spaces   1 000   (?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))
-space   5\,x   (?<!\\)\\(?:[,;: ]|thinspace(?![a-z]))|~   \t
+space   5\,x   (?<!\\)\\[,;: ]|~   \t
 nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?
         |\.(?= ?\\end)
 layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
@@ -134,7 +100,10 @@ thousands   1,000   ^.*\d,\d{3}.*$
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)   .
 period in dots   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
 period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
+empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
 mixed number   1 1/2   (?<=\d) (\d+) ?/ ?(\d+)(?![\d.])   \\frac{\1}{\2}
+mixed fraction   1\frac12   (?<![\w.^])(\d+) ?(\\[dt]?frac ?(?:\d ?\d|\{ ?\d+ ?\} ?\{ ?\d+ ?\}))
+        (?! ?[!^])   (\1+\2)
 power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
         (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
 million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
@@ -144,6 +113,9 @@ constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|wh
         (?=.*(?:\\in|all|any|every|some|real|integer|constant))
         (?:(?:\\text|\\forall|\\in|\\mathbb|for|where|any|all|every|some|real|numbers?|integers?
         |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}(), ]*)+$
+case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
+system   \{\begin{array}x=1\end{array}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
+reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)
 """  # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
 _NEW = dict(thousands=_thousands, period=_repeating, time=lambda match: ":" + match[1].lower())
 REWRITES = []
@@ -186,15 +158,14 @@ def tokens_of(text: str) -> list[Token]:
     found, space, braces, begins = [], False, [], False
     for match in _TOKEN.finditer(text):
         t = match[0].rstrip("*") or "*"
-        t = _ALIAS.get(t, t) if t.lower() not in _NUMBERS else str(_NUMBERS.index(t.lower()))
+        t = str(_NUMBERS.index(t.lower())) if t.lower() in _NUMBERS else _ALIAS.get(t, t)
         if t.isspace():
             space = True
             continue
         if t == "{":
             braces.append(begins)
-        if t == "{" and begins or t == "}" and braces and braces.pop():
-            pass  # those of \text{} are dropped
-        elif t and t != r"\text":
+        dropped = t == "{" and begins or t == "}" and braces and braces.pop()  # those of \text{}
+        if t not in ("", r"\text") and not dropped:
             found.append(Token("0" + t if t[0] == "." and len(t) > 1 else t))
             found[-1].roman, found[-1].space, space = begins or any(braces), space, False
         begins = t == r"\text"

@@ -57,7 +57,7 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
         end = _closed_at(text, box.end()) if box[1] else box.end()
         if end is None:
             break
-        content = text[box.end():end - 1].strip() if box[1] else (box[2] or box[3] or box[4]).rstrip(".,")
+        content = text[box.end():end - 1].strip() if box[1] else box[box.lastindex].rstrip(".,")
         if _EMPTY.fullmatch(content) or _DENIED.search(text[max(0, box.start() - 20):box.start()]):
             continue
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):

@@ -16,7 +16,7 @@ mp.dps = 60
 # what is left of a difference by rounding
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
 _LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=_LARGE, cosh=_LARGE, tanh=20)  # arguments
-_KINDS = r"+ * inverse ^ abs factorial binomial \lfloor \lceil".split()
+_KINDS = r"+ * inverse ^ | factorial binomial \lfloor \lceil".split()
 _KINDS += [name.replace("arc", "a") for name in FUNCTIONS]
 _ROUNDED = (r"\lfloor", r"\lceil")
 
@@ -38,7 +38,7 @@ def kinds_in(node: tuple) -> set[str]:
 
 def values_of(node: tuple) -> list:
     """Its values at six points; the only one of a formula without names."""
-    points, absolute = 6 if names_in(node) else 1, "abs" in kinds_in(node)
+    points, absolute = 6 if names_in(node) else 1, "|" in kinds_in(node)
     return [_value(node, partial(_coordinate, point, absolute), 2 * _LARGE // points)
             for point in range(points)]
 
@@ -97,11 +97,13 @@ def _compute(kind: str, values: list, bits: int):
         return total if exact or abs(total) > max(map(abs, values)) * _TINY else Fraction(0)
     if kind == "*":
         return math.prod(values)
-    if kind in ("inverse", "abs"):
-        return 1 / first if kind == "inverse" else abs(first)
+    if kind == "inverse":
+        return 1 / first
+    if kind == "|":
+        return abs(first)
     if kind in _ROUNDED and exact:
         return Fraction(math.floor(first) if kind == r"\lfloor" else math.ceil(first))
-    if max(map(abs, values)) > _LARGEST.get(kind, 10 ** 15):
+    if max(map(abs, values)) > _LARGEST.get(kind, 1e15):
         raise NotMath
     if kind == "factorial" and exact and first.denominator == 1 and first >= 0:
         return Fraction(math.factorial(int(first)))
@@ -136,6 +138,6 @@ def text_of(value) -> str:
     parts = [mp.mpf(part) if abs(part) > size * _TINY else mp.mpf(0) for part in (mp.re(value), mp.im(value))]
     simple = Fraction(*mpmath.libmp.to_rational(parts[0]._mpf_)).limit_denominator(10 ** 9)
     near = abs(real(simple) - parts[0]) <= size * _TINY
-    if near and not parts[1] and abs(simple.numerator) < 10 ** 19:
+    if near and not parts[1] and abs(simple.numerator) < 1e19:
         return text_of(simple)
     return " ".join(mp.nstr(part, 40) for part in parts[:1 + bool(parts[1])])

@@ -112,7 +112,7 @@ constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|wh
         (?!.*(?:\b[a-jlo-z]\b.*(?:\bZ|integer)|\b[kmn]\b.*(?:\bR|real)))
         (?=.*(?:\\in|all|any|every|some|real|integer|constant))
         (?:(?:\\text|\\forall|\\in|\\mathbb|for|where|any|all|every|some|real|numbers?|integers?
-        |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}(), ]*)+$
+        |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}, ]*)+\)?$
 case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
 system   \{\begin{array}x=1\end{array}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
 reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)

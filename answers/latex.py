@@ -97,7 +97,7 @@ base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
 modulus   3 (\mathrm{mod} 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
 time   3:05 pm   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
 thousands   1,000   ^.*\d,\d{3}.*$
-decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)   .
+decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)|(?<=\b0),(?=0\d)   .
 period in dots   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
 period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
 empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}

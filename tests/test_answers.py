@@ -95,6 +95,8 @@ SAME = table(r"""
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)
 1\frac{3}{4} | \frac{7}{4} | 1 3/4 | \sfrac74
 -\frac{1}{2} | \frac{1}{-2} | \u22120.5 | -1/2
+0.25 | \frac14=25\% | E[X]=0.25 | P(X=1)=\frac14 | P(A|B)=25\%=0.25 | \text{Area}=\frac14\text{ cm}^2
+\text{no solution} | No solutions | there is no solution
 \frac13 | 0.\overline{3} | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
@@ -110,7 +112,7 @@ YES | yes | \u201cYes\u201d
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
-(1,2) | x=1, y=2 | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
+(1,2) | x=1, y=2 | y=2, x=1 | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{ \}
 [2,\infty) | x\ge 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
@@ -235,7 +237,18 @@ X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
 10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow}
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
-(1,200), (3,400) | 1200, 3400 | 1,200, 300
+(1,200), (3,400) | 1200, 3400 | 1,200, 300 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25 | (100,200,300) | 100,200,300
+5,25,125 | 525125 | 4,16,256 | 416256
+HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A | i-ii-iii | i-iii-ii
+x=1, y=2\text{ or }x=2, y=1 | x=1, y=1\text{ or }x=2, y=2 | 1, 2; 3, 4 | 1, 3; 2, 4 | 1 and 2, or 3 and 4 |
+1 and 3, or 2 and 4
+x=\pm1, y=\pm2 | x=\pm1, y=\mp2 | x=1\Rightarrow y=3, x=2\Rightarrow y=5 |
+x=1\Rightarrow y=4, x=2\Rightarrow y=5 | n=3, k=2 | (2,3)
+\lfloor a\rfloor | \lceil a\rceil | \lfloor n/100\rfloor | \lfloor n/101\rfloor | 0 | \lfloor x+.1\rfloor | \lfloor x\rfloor
+(y-1)^3=x | y-1=x | |x|+|y|=1 | |x|+y=1 | y''-y=0 | y'' | y'=2y | y'/2
+dy/dx | dx/dy | xy | 50\%\cdot\frac12 | 25 | \sqrt{25\%} | 5 | 2^{50\%} | 2^{50} | 5^{th} | (2)\frac12 | 2.5
+x^Tx | xx^T | (12)(34) | 408 | 2ABC_{16} | 2BAC_{16} | 5\text{ for }x | 5\text{ for }y
+\sqrt{10^{60}+1} | 10^{30} | \tanh 100 | 1 | \ln(1+10^{-70}) | 0 | (2^{2024}+3^{2024})^{1/2024} | 3
 \text{for any real }c | \text{for any real }d
 """)
 

@@ -75,26 +75,27 @@ def _repeating(match: re.Match) -> str:
 _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 # What is seen better in text than in tokens, in this order: a name, an example, a pattern, what is put there.
 _TABLE = r"""
-thousands in LaTeX   1{,}000   (?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))
-thousands by spaces   1 000   (?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))
+LaTeX thousands   1{,}000   (?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))
+spaced thousands   1 000   (?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))
 space   5\,x   (?<!\\)\\[,;: ]|~   \t
 nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?
         |\.(?= ?\\end)
 layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
         |(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)
+bold   **5**   ^\*+([^*]+)\*+$   \1
 comma   x=1\quad y=2   [, ]*(?:\\q?quad[, ]*)+   ,\t
 dots   1, ..., 9   \.\.\.   \\ldots\t
-ends   =5.   (?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^[,;= ]+   \1
+ends   =5.   (?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^(?:[,;= ]|\\Rightarrow)+   \1
 frame   \boxed{5}   ^(?:\\(?:STYLES)(?![a-z]) ?|\{)+((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$   \1
 degrees   20^\circ\text{C}   \^ ?(?:\{ ?\\circ ?\}|\\circ)(?: ?OPENED ?[CF]\b\}?)?   \\degree\t
 derivative   \frac{dy}{dx}   \\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}   \\overline{d\1 d\2}'
-all but one   \mathbb{R}\setminus\{1\}   (?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|-)
+all but one   \mathbb{R}\setminus\{1\}   (?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|\\backslash|-)
          ?\\\{ ?([^{},]*)\\\}   x\\ne \1
-all   \text{all real numbers}   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R}
-none   there are no solutions   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
+all   all reals   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R}
+none   no roots   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
 vector   \langle1,2\rangle   \\langle([^<>]*,[^<>]*)\\rangle   (\1)
 base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
-modulus   3 (\mathrm{mod} 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
+modulus   3 (mod 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
 time   3:05 pm   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
 thousands   1,000   ^.*\d,\d{3}.*$
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)|(?<=\b0),(?=0\d)   .
@@ -107,14 +108,14 @@ mixed fraction   1\frac12   (?<![\w.^])(\d+) ?(\\[dt]?frac ?(?:\d ?\d|\{ ?\d+ ?\
 power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
         (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
 million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
-rounding   5 (approximately)   \s?OPENED ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}?$
+rounding   5 (approx.)   \s?OPENED ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}?$
 constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|where\b|\\forall)) ?
-        (?!.*(?:\b[a-jlo-z]\b.*(?:\bZ|integer)|\b[kmn]\b.*(?:\bR|real)))
         (?=.*(?:\\in|all|any|every|some|real|integer|constant))
+        (?!(?=.*(?:\bZ|integer)).*\b[a-jlo-z]\b|(?=.*(?:\bR|real)).*\b[kmn]\b)
         (?:(?:\\text|\\forall|\\in|\\mathbb|for|where|any|all|every|some|real|numbers?|integers?
         |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}, ]*)+\)?$
 case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
-system   \{\begin{array}x=1\end{array}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
+system   \{\begin{a}1\end{a}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
 reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)
 """  # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
 _NEW = dict(thousands=_thousands, period=_repeating, time=lambda match: ":" + match[1].lower())

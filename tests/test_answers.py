@@ -237,14 +237,16 @@ X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
 10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow}
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
-(1,200), (3,400) | 1200, 3400 | 1,200, 300 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25 | (100,200,300) | 100,200,300
-5,25,125 | 525125 | 4,16,256 | 416256
-HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A | i-ii-iii | i-iii-ii
+(1,200), (3,400) | 1200, 3400 | 1,200, 300 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25
+(100,200,300) | 100,200,300 | 5,25,125 | 525125 | 4,16,256 | 416256
+HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A
+i-ii-iii | i-iii-ii
 x=1, y=2\text{ or }x=2, y=1 | x=1, y=1\text{ or }x=2, y=2 | 1, 2; 3, 4 | 1, 3; 2, 4 | 1 and 2, or 3 and 4 |
 1 and 3, or 2 and 4
 x=\pm1, y=\pm2 | x=\pm1, y=\mp2 | x=1\Rightarrow y=3, x=2\Rightarrow y=5 |
 x=1\Rightarrow y=4, x=2\Rightarrow y=5 | n=3, k=2 | (2,3)
-\lfloor a\rfloor | \lceil a\rceil | \lfloor n/100\rfloor | \lfloor n/101\rfloor | 0 | \lfloor x+.1\rfloor | \lfloor x\rfloor
+\lfloor a\rfloor | \lceil a\rceil | \lfloor n/100\rfloor | \lfloor n/101\rfloor | 0 |
+\lfloor x+.1\rfloor | \lfloor x\rfloor
 (y-1)^3=x | y-1=x | |x|+|y|=1 | |x|+y=1 | y''-y=0 | y'' | y'=2y | y'/2
 dy/dx | dx/dy | xy | 50\%\cdot\frac12 | 25 | \sqrt{25\%} | 5 | 2^{50\%} | 2^{50} | 5^{th} | (2)\frac12 | 2.5
 x^Tx | xx^T | (12)(34) | 408 | 2ABC_{16} | 2BAC_{16} | 5\text{ for }x | 5\text{ for }y

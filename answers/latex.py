@@ -99,16 +99,16 @@ modulus   3 (mod 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\p
 time   3:05 pm   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
 thousands   1,000   ^.*\d,\d{3}.*$
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)|(?<=\b0),(?=0\d)   .
-period in dots   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
+dots period   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
 period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
 empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
 mixed number   1 1/2   (?<=\d) (\d+) ?/ ?(\d+)(?![\d.])   \\frac{\1}{\2}
-mixed fraction   1\frac12   (?<![\w.^])(\d+) ?(\\[dt]?frac ?(?:\d ?\d|\{ ?\d+ ?\} ?\{ ?\d+ ?\}))
-        (?! ?[!^])   (\1+\2)
+mixed fraction   1\frac12   (?<![\d.^_])(?<!sqrt)(?<!frac)(\d+) ?(\\[dt]?frac ?
+        (?:\d ?\d|\{ ?\d+ ?\} ?\{ ?\d+ ?\}))(?! ?[!^])   (\1+\2)
 power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
         (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
 million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
-rounding   5 (approx.)   \s?OPENED ?\((?:(?i:approx|rounded|to the)[^()]*|\d d\.?p\.?)\)\}?$
+rounding   5 (approx.)   \s?OPENED ?\((?i:approx|rounded|to the)[^()]*\)\}?$
 constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|where\b|\\forall)) ?
         (?=.*(?:\\in|all|any|every|some|real|integer|constant))
         (?!(?=.*(?:\bZ|integer)).*\b[a-jlo-z]\b|(?=.*(?:\bR|real)).*\b[kmn]\b)

@@ -174,6 +174,7 @@ mg(h_1-h_2) | mgh_1-mgh_2
 """)
 # In each line no answer equals another.
 DIFFERENT = table(r"""
+x\ge1\frac12 | x\ge.5 | 3\cdot2\frac12 | 3 | \sqrt2\frac12 | \sqrt{2.5} | \frac12\frac34 | 12\frac34
 2 1/b | 2 | 2\frac12! | 2\frac12^x | 2 \u00b2/3
 2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt{2}+10^{-30}
 0.333333 | \frac13 | 0.333 | 3.14 | \pi | \frac{22}{7}

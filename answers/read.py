@@ -35,12 +35,13 @@ _LISTED = re.compile(rf"\s*[\[(]\s*(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}))*\s*,?\s
 _MISSING = ("", None, math.inf, -math.inf, *"N/A n/a #N/A <NA> NaN nan None null".split())
 
 
-def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
+def extract_answer(text: str, choices: int = 0, end_of_prompt: str = "") -> str | None:
     r"""What the last \boxed{} (or \fbox{}) after the reasoning holds, or the last few that make one list.
 
     None if there is no box, or if the last one or a thinking block is left open: there is no fallback such as
-    "the last number", as a truncated response must not vote. prompt: a tag that it ends with opens a block.
-    Of a multiple choice with so many options, the letter that the box holds, or None.
+    "the last number", as a truncated response must not vote. Of a multiple choice with so many options, the
+    letter that the box holds, or None. end_of_prompt: all of the prompt that is the response's beginning (behind
+    the header of the last turn), where a thought may have been opened; its boxes are no answer.
 
     >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -49,7 +50,7 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
     >>> extract_answer(r"\boxed{1} and \boxed{\frac{1}{2") is None
     True
     """
-    text = _after_thoughts(text, prompt)
+    text = _after_thoughts(text, end_of_prompt)
     turn = text.partition("\nHuman:")[0]  # a base model goes on with the next question
     text = turn if _BOX.search(turn) else text
     parts, start = [], len(text)  # from the last box to the first; where the earliest yet begins
@@ -75,17 +76,17 @@ def extract_answer(text: str, choices: int = 0, prompt: str = "") -> str | None:
     return (read_choice(answer, choices) if choices else answer) or None
 
 
-def _after_thoughts(text: str, prompt: str) -> str:
-    """The text after the last thinking block; none of it if a block is open."""
-    start, still_open = len(prompt), set()
-    for tag in _THOUGHT.finditer(prompt + text):
+def _after_thoughts(text: str, beginning: str) -> str:
+    """The text after the last thinking block; none of it if a block is open, also one of its beginning."""
+    start, still_open = len(beginning), set()
+    for tag in _THOUGHT.finditer(beginning + text):
         name = (tag[2] or tag[4] or "channel").lower()
         if tag[1] or tag[3] or tag[5] or tag[6]:
             still_open.discard(name)
             start = max(start, tag.end())
-        elif tag.end() >= len(prompt.rstrip()):  # one that a prompt mentions opens nothing
+        else:
             still_open.add(name)
-    return "" if still_open else (prompt + text)[start:]
+    return "" if still_open else (beginning + text)[start:]
 
 
 def _closed_at(text: str, start: int) -> int | None:

@@ -68,12 +68,23 @@ def test_the_answer_of_a_response(text, expected):
         assert extract_answer(PAGE + text) == expected
 
 
-def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed():
-    assert extract_answer(r"I try \boxed{1} hmm", prompt="<assistant>\n<think>\n") is None
-    assert extract_answer(r"I try \boxed{1}</think>\boxed{2}", prompt="<think>\n") == "2"
-    assert extract_answer(r"\boxed{2}", prompt="<think>\n\n</think>\n\n") == "2"
-    assert extract_answer(r"\boxed{2}", prompt="<|channel|>analysis<|message|>") is None
-    assert extract_answer(r"\boxed{2}", prompt="Begin with <think>.\nUser: 1+1?") == "2"
+@pytest.mark.parametrize("end_of_prompt", [
+    "<think>\n", "<think>\nOkay.", "Well, <think> a", "<think>a</think> b <think>" + "Let us see. " * 99,
+    r"<think>\boxed{7}", "<|channel|>analysis<|message|>", "Let me <thi"])
+def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed(end_of_prompt):
+    tag = "nk>" * end_of_prompt.endswith("<thi")
+    close = "<|channel|>final<|message|>" if "channel" in end_of_prompt else "</think>"
+    assert extract_answer(tag + r"I try \boxed{1}, no, wait", 0, end_of_prompt) is None
+    assert extract_answer(tag + rf"I try \boxed{{1}}{close}\boxed{{2}}", 0, end_of_prompt) == "2"
+    assert extract_answer(tag + rf"I try \boxed{{1}}{close} no box", 0, end_of_prompt) is None
+
+
+@pytest.mark.parametrize("end_of_prompt", [
+    "", "Well", "<think>\n\n</think>\n\n", "Well, <think> a </think> b", r"Not \boxed{7}, but",
+    r"<think>\boxed{7}</think>"])
+def test_a_prompt_without_an_open_thought_changes_no_answer(end_of_prompt):
+    assert extract_answer(r" is \boxed{2}", 0, end_of_prompt) == "2"
+    assert extract_answer(" no box", 0, end_of_prompt) is None
 
 
 # ------------------------------------------------------ equality --------------------------------------------

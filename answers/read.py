@@ -40,8 +40,9 @@ def extract_answer(text: str, choices: int = 0, end_of_prompt: str = "") -> str 
 
     None if there is no box, or if the last one or a thinking block is left open: there is no fallback such as
     "the last number", as a truncated response must not vote. Of a multiple choice with so many options, the
-    letter that the box holds, or None. end_of_prompt: all of the prompt that is the response's beginning (behind
-    the header of the last turn), where a thought may have been opened; its boxes are no answer.
+    letter that the box holds, or None.
+    end_of_prompt: what the prompt wrote of the response, behind the header of the last turn; a thought may
+    have been opened there, and its boxes are no answer.
 
     >>> extract_answer(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -6,8 +6,8 @@
 
 The preflight prints a line for each check, and what to do if it failed: the machine, /dev/shm, the disk; a
 sum over all ranks, alone and in a CUDA graph; two steps of ttrl.py on all ranks with a tiny model of random
-weights, with vLLM's engines over two GPUs each; --resume. Run it on every node. Without a GPU it starts two
-ranks on the CPU.
+weights, with vLLM's engines over two GPUs each; --resume. Run it on every node. Without a GPU the machine
+fails, and the other checks start two ranks on the CPU.
 
 --full adds attention against float32 products, then two steps of ttrl.py in many ways, with weights in the
 shape of Qwen2.5-0.5B or 1.5B. Of the second step: how far the sampler's log-probs are from the trainer's,
@@ -96,7 +96,7 @@ def machine() -> str:
     compiler = shutil.which(os.environ.get("CC", "gcc")) or "no C compiler"
     tools = ", ".join([shutil.which(tool) or f"no {tool}" for tool in ("nvcc", "ninja")])
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    card, good = "no GPU", True
+    card, good = "torch sees no GPU", False
     if CUDA:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]

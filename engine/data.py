@@ -14,7 +14,7 @@ from collections import namedtuple
 from functools import lru_cache, partial
 from pathlib import Path
 
-from answers import LETTERS, gold_answers
+from answers import LETTERS, equal, extract_answer, gold_answers
 from engine.base import UserError, first_line, stable_hash
 from engine.ranks import print0
 
@@ -80,6 +80,10 @@ def read_data(args, tokenizer, train: bool, problem: type) -> tuple[list, dict[s
             benchmarks[name] = problems
         else:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
+    trained = {problem.question for problem in problems}
+    for name, part in benchmarks.items():
+        if part is not problems and (seen := sum(problem.question in trained for problem in part)):
+            print0(f"--eval {name}: {seen} of its {len(part)} questions are in --dataset, too.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "
@@ -152,17 +156,21 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
     for number, row in enumerate(rows, 1):
         try:
             text, golds, choices = _read_row(row, question, answer)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{source}, row {number}: no question, answer and choices as docs/data.md has "
-                            f"them: {type(error).__name__} {first_line(error)}.") from None
+            text.encode()  # raises for half of a character (a lone surrogate), which no tokenizer takes
+        except ValueError as error:
+            raise UserError(f"{source}, row {number}: {error} (docs/data.md).") from None
         first_gold, *also_right = golds or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
         problems.setdefault(text, Row(text, first_gold, len(problems), choices, [], also_right, row))
     problems = [*problems.values()]
-    golds = [problem.answer for problem in problems if problem.answer is not None]
+    graded = [problem for problem in problems if problem.answer is not None]
+    unfit = sum(not any(map(_comes_back, [problem.answer, *problem.also_right])) for problem in graded)
     unused = [column for column in filled if column not in (question, answer, "choices", *GPQA)]
-    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'; {len(golds)} of "
-           f"them have a gold answer (column {answer or 'none'}: {golds[:2]}); "
+    if any(isinstance(row[question], list) and len(row[question]) > 1 for row in rows):
+        unused.append("system turns: --prompt says what stands before a question")
+    print0(f"{name}: {len(problems)} problems from {source}, question column '{question}'; {len(graded)} "
+           f"of them have a gold answer (column {answer or 'none'}: {[p.answer for p in graded[:2]]}); "
+           f"{f'{unfit} of these fit in no box; ' if unfit else ''}"
            f"{len(rows) - len(problems)} duplicates removed; columns not used: {unused}")
     return problems
 
@@ -191,19 +199,27 @@ def _usual(names: tuple[str, ...], columns: list[str]) -> str:
 
 
 def _read_row(row: dict, question: str, answer: str) -> tuple[str, list[str], int]:
-    """(question, gold answers, number of choices)."""
-    text, options, right = row[question], row.get("choices"), row.get(answer)
-    if isinstance(text, list):  # a chat, as verl has it: the system turn of --prompt replaces its own
-        roles = [turn["role"] for turn in text]
-        if roles not in (["user"], ["system", "user"]):
-            raise ValueError(f"a chat must be a user turn, perhaps behind a system turn, but has {roles}")
-        text = text[-1]["content"]
-    if GPQA[1] in row:  # its first option is the right one
-        options, right = [row[column] for column in GPQA], 0
-    if _is_filled(options):
-        options = [str(option).strip() for option in options]
-        return _with_choices(text, options, right, shuffle=GPQA[1] in row)
-    return text.strip(), gold_answers(right), 0
+    """(question, gold answers, number of choices): the contract of a row. Raises ValueError, as a row that is
+    read otherwise than it is meant would train or be graded wrongly without a word."""
+    text, options, right, shuffle = row.get(question), row.get("choices"), row.get(answer), GPQA[1] in row
+    if isinstance(text, list):  # a chat, as verl has it
+        roles = [isinstance(turn, dict) and turn.get("role") for turn in text]
+        text = text[-1].get("content") if roles in (["user"], ["system", "user"]) else None
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"'{question}' must hold text that is not empty, or a chat of one user turn, "
+                         f"perhaps behind a system turn, but holds {row.get(question)!r:.60}")
+    if shuffle:  # its first option is the right one
+        options, right = [row.get(column) for column in GPQA], 0
+    if not _is_filled(options):
+        return text.strip(), gold_answers(right), 0
+    if not (isinstance(options, list) and 2 <= len(options) <= len(LETTERS)
+            and all(isinstance(option, str | int | float) for option in options)):
+        raise ValueError(f"choices must be a list of 2 to {len(LETTERS)} texts, but are {options!r:.60}")
+    if not _is_filled(right):
+        right = None
+    elif type(right) is not int or not 0 <= right < len(options):  # True is none, and -1 would be the last
+        raise ValueError(f"'{answer}' must be the right choice's index, from 0 on, but is {right!r:.60}")
+    return _with_choices(text, [str(option).strip() for option in options], right, shuffle)
 
 
 def _with_choices(text: str, options: list[str], right: int | None,
@@ -214,10 +230,16 @@ def _with_choices(text: str, options: list[str], right: int | None,
     order = range(len(options))
     if shuffle or not any(map(FIXED_ORDER.search, options)):
         order = random.Random(stable_hash("choices", text)).sample(order, len(options))
-    letters = [*zip(LETTERS, order, strict=False)]
+    letters = [*zip(LETTERS, order)]
     golds = [] if right is None else [letter for letter, i in letters if options[i] == options[right]]
     lines = [f"{letter}. {options[i]}" for letter, i in letters]
     return "\n".join([text, "", *lines]).strip(), golds, len(options)
+
+
+def _comes_back(gold: str) -> bool:
+    """Whether a response that gives it in a box is right. A text that is longer is about an answer."""
+    boxed = extract_answer(f"\\boxed{{{gold}}}")
+    return len(gold) <= 300 and (boxed == gold or equal(gold, boxed))
 
 
 # -------------------------------------------------- files -------------------------------------------------
@@ -233,7 +255,7 @@ def _read(name: str, train: bool) -> tuple[str, list[dict]]:
     if path.suffix.lower() in FILES:
         return str(path), _read_file(path)
     hub = HUB_ID.fullmatch(name)
-    if not hub:
+    if not hub or path.exists():  # `datasets` would read a folder of that name, out of its cache
         raise UserError(f"unknown data set '{name}': known are {', '.join([*BENCHMARKS, *TOY_FILES])}, a Hub "
                         "id owner/name, owner/name:config:split or owner/name@revision, and here a "
                         f"{', '.join(FILES)} file or a folder that `save_to_disk` wrote.")
@@ -259,11 +281,37 @@ def _ask(function: str, source: str, *args, **options) -> list[dict]:
     try:
         table = getattr(datasets, function)(source, *args, **options).with_format("arrow")[:]
     except Exception as error:
-        raise UserError(f"{options.get('data_files', source)} cannot be read: {first_line(error)}.") from None
-    for i, column in enumerate(table.schema):
-        if column.type == "float":  # of 32 bits: as text it is 0.1, as a Python float 0.10000000149011612
-            table = table.set_column(i, column.name, table[i].cast("string"))
-    return table.to_pylist()
+        raise UserError(f"{source} cannot be read: {first_line(error)}.") from None
+    return _rows_of(table)
+
+
+def _read_table(path: Path):
+    """The arrow table of a .parquet file, or of an .arrow file in either format. `datasets` would answer from
+    its cache where a file was replaced and kept its time stamp."""
+    from pyarrow import ipc, parquet
+    with path.open("rb") as file:
+        if path.suffix.lower() == ".parquet":
+            return parquet.ParquetFile(file).read()
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        return (ipc.open_stream if is_stream else ipc.open_file)(file).read_all()
+
+
+def _rows_of(table) -> list[dict]:
+    """The rows of an arrow table."""
+    return [_digits(row, table.schema) for row in table.to_pylist()]
+
+
+def _digits(value, kind):
+    """A value of this arrow type, or a row of this schema, floats of 16 and 32 bits as they were written: .1
+    would be 0.10000000149011612 as a Python float, which no response's 0.1 equals."""
+    if isinstance(value, dict):
+        return {field.name: _digits(value[field.name], field.type) for field in kind}
+    if isinstance(value, list):
+        return [_digits(item, kind.field(0).type) for item in value]
+    if isinstance(value, float) and kind in ("float", "halffloat"):
+        return float(str(kind.to_pandas_dtype()(value)))
+    return value
 
 
 def _read_file(path: Path) -> list[dict]:
@@ -272,17 +320,27 @@ def _read_file(path: Path) -> list[dict]:
     Text is read by Python. `datasets` would make 1.2e19 of 12345678901234567890 and a date of 2020-01-01, and
     where a comma lacks its quotation marks it would take what stands behind it for the question."""
     kind = path.suffix.lower()
-    if kind in (".parquet", ".arrow"):
-        return _ask("load_dataset", kind[1:], data_files=str(path), split="train")
     try:
+        if kind in (".parquet", ".arrow"):
+            return _rows_of(_read_table(path))
         with path.open(encoding="utf-8-sig", newline="") as file:
             if kind == ".json":
                 return json.load(file)
             if kind == ".csv":
                 return _read_csv(file)
-            return [json.loads(line) for line in file if line.strip()]
+            return _read_jsonl(file)
     except (ValueError, OSError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
+
+
+def _read_jsonl(file) -> list[dict]:
+    rows = []
+    for line in filter(str.strip, file):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:  # it speaks of line 1 or 2, and means those of this row
+            raise ValueError(f"row {len(rows) + 1}, character {error.pos + 1}: {error.msg}") from None
+    return rows
 
 
 def _read_csv(file) -> list[dict]:

@@ -1,12 +1,16 @@
 """Loading problems from every kind of file and from a stand-in for the Hub, and their prompts."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import ipc, parquet
 from transformers import AutoTokenizer
 
+from common import Args, Problem
 from engine import data
 from engine.base import UserError
 from engine.data import STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
@@ -47,7 +51,7 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
 
 
 BAD_FILES = {
-    "a.jsonl": ('{"problem": "p"}\n\n{"problem": \n', "cannot be read: Expecting"),
+    "a.jsonl": ('{"problem": "p"}\n\n{"problem": \n', "cannot be read: row 2, character 14: Expecting"),
     "a.csv": ("problem,answer\nIs 1,000 even?,yes\n", "row 1 must have one field for each column"),
     "b.jsonl": ('{"text": "p", "x": 1}', "no column question, problem, prompt or messages that")}
 
@@ -75,6 +79,45 @@ def test_fields_are_read_as_they_are_written(name, text, expected, tmp_path):
     assert [(question.replace("\r", ""), answer) for question, answer in read] == expected
 
 
+def write_table(table, path):
+    """kind stream: an .arrow file as `datasets` writes it, kind file: as pandas and polars do."""
+    if path.suffix == ".parquet":
+        return parquet.write_table(table, path)
+    new = ipc.new_stream if path.stem == "stream" else ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+def test_a_file_that_was_replaced_and_kept_its_time_is_read_anew(name, tmp_path):
+    for problem, answer in (("p", "1"), ("q", "2")):
+        write_table(pyarrow.table(dict(problem=[problem], answer=[answer])), tmp_path / name)
+        os.utime(tmp_path / name, (1_700_000_000, 1_700_000_000))
+        assert loaded(tmp_path / name) == [(problem, answer)]
+
+
+TWO_FLOATS = pyarrow.list_(pyarrow.float32(), 2)
+
+
+@pytest.mark.parametrize("kind, values", [
+    *[(kind, [0.1, None, 1e20, 3]) for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64())],
+    *[(kind, [[0.1, 0.7], None]) for kind in (
+        pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float16()), TWO_FLOATS)],
+    (pyarrow.list_(pyarrow.struct([("a", TWO_FLOATS), ("b", pyarrow.string())])),
+     [[dict(a=[0.1, 0.7], b="c")], [None]]),
+    (pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), ["a"])], ids=str)
+def test_a_float_of_16_or_32_bits_has_the_digits_that_were_written(kind, values, tmp_path):
+    values = [None if kind == "halffloat" and value == 1e20 else value for value in values]
+    table = pyarrow.table(dict(problem=["p"] * len(values), extra=pyarrow.array(values, kind)))
+    assert [row["extra"] for row in data._rows_of(table)] == values
+
+
+def test_a_gold_answer_in_a_struct_of_a_parquet_file_has_its_digits(tmp_path):
+    gold = pyarrow.array([dict(ground_truth=0.1)], pyarrow.struct([("ground_truth", pyarrow.float32())]))
+    write_table(pyarrow.table(dict(prompt=["p"], reward_model=gold)), tmp_path / "a.parquet")
+    assert loaded(tmp_path / "a.parquet") == [("p", "0.1")]
+
+
 def test_a_saved_data_set_is_read(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path)
     assert loaded(tmp_path) == loaded(tmp_path / "data-00000-of-00001.arrow") == [
@@ -98,11 +141,31 @@ def test_a_usual_column_is_found(tmp_path, row, answer):
     assert loaded(write(tmp_path / "a.jsonl", [row])) == [("q", answer)]
 
 
-@pytest.mark.parametrize("question", [5, [dict(name="f")], [USER, dict(role="assistant", content="a"), USER]])
-def test_what_cannot_be_read_is_named_by_its_row(question, tmp_path):
-    """A chat of more turns, too: what is not read would be missing in the prompt."""
-    rows = [dict(question=question)]
-    assert "a.jsonl, row 1: " in loaded(write(tmp_path / "a.jsonl", rows))
+ANSWER_TURN = dict(role="assistant", content="a")
+TWO = dict(choices=["x", "y"])
+
+
+@pytest.mark.parametrize("row", [
+    *[dict(question=question) for question in (
+        5, " \n", None, "2+3 \ud83d?", ["q"], [dict(name="f")], [USER, ANSWER_TURN, USER], [SYSTEM_TURN],
+        [dict(role="user", content=[dict(type="text", text="q")])])],
+    *[dict(question="q", choices=choices, answer=0) for choices in (
+        dict(text=["x", "y"], label=["A", "B"]), "['x', 'y']", ["x"], list("abcdefghijk"), ["x", None])],
+    *[dict(question="q", answer=right) | TWO for right in (2, -1, True, "1", "B", [0])]], ids=str)
+def test_what_would_be_read_otherwise_than_it_is_meant_is_refused_with_its_row(row, tmp_path):
+    refusal = loaded(write(tmp_path / "a.jsonl", [dict(question="p"), row]))
+    assert "a.jsonl, row 2: " in refusal
+
+
+def test_golds_that_fit_in_no_box_and_turns_that_are_not_used_are_said(tmp_path, capsys):
+    rows = [dict(prompt=[USER], answer="It is clear. " * 40), dict(prompt=[USER | dict(content="r")])]
+    load_problems(write(tmp_path / "a.jsonl", rows))
+    out = capsys.readouterr().out
+    assert "1 of these fit in no box; " in out and "columns not used: []" in out
+    rows[1]["prompt"].insert(0, SYSTEM_TURN)
+    load_problems(write(tmp_path / "a.jsonl", rows[1:]))
+    out = capsys.readouterr().out
+    assert "fit in no box" not in out and "columns not used: ['system turns" in out
 
 
 def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
@@ -117,6 +180,7 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
 @pytest.mark.parametrize("row, question, golds", [  # of MMLU
     (dict(choices=list("wxyz"), answer=0), "q\n\nA. y\nB. z\nC. w\nD. x", ["C"]),
     (dict(choices=["a", "b", "a "], answer=2), "q\n\nA. b\nB. a\nC. a", ["B", "C"]),
+    (TWO, "q\n\nA. y\nB. x", [None]),
     *[(dict(choices=["a", "b", text], answer=1), f"q\n\nA. a\nB. b\nC. {text}", ["B"])
       for text in ("Both A and B", "None of the above")]])
 def test_options_are_lettered_in_a_seeded_order_unless_one_names_others(tmp_path, row, question, golds):
@@ -154,6 +218,22 @@ def test_only_the_tables_subjects_and_splits_are_read(hub):
     ("owner/name:a:b@c/d", True, ("owner/name", "a", "b", "c/d"))])
 def test_config_split_and_revision_of_a_hub_id(name, train, call, hub):
     assert len(load_problems(name, train=train)) == 4 and hub.calls == [call]
+
+
+def test_a_folder_here_is_not_asked_from_the_hub(hub, tmp_path, monkeypatch):
+    """`datasets` would read it, through its cache."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/name").mkdir(parents=True)
+    assert loaded("owner/name").startswith("unknown data set 'owner/name'") and not hub.calls
+
+
+def test_questions_of_an_evaluation_that_are_trained_on_are_counted(tokenizer, tmp_path, capsys):
+    seen, unseen = (write(tmp_path / name, rows) for name, rows in (
+        ("test.jsonl", [*ROWS[:2], dict(problem="3 * 3?")]), ("b.jsonl", [dict(problem="3 * 3?")])))
+    args = Args(dataset=write(tmp_path / "a.jsonl", ROWS), eval=f"train,{seen},{unseen}", prompts_per_batch=1)
+    data.read_data(args, tokenizer, True, Problem)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--eval")]
+    assert said == [f"--eval {seen}: 2 of its 3 questions are in --dataset, too."]
 
 
 # ------------------------------------------------ prompts ------------------------------------------------

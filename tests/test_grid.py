@@ -69,11 +69,11 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
     lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
              {"step": 9, "reward": 1},
              {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
-    options = dict(dataset="train")
+    options = dict(dataset="toy")
     said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), options)
-    assert said.startswith("On test, which it was not trained on, it is right greedily on 6% before and 70% "
-                           "after, sampled on 30% before and 60% after. Without training the base model's "
-                           "vote of 32 (maj@32) is right on 68%; another prompt was not tried. Majorities in")
+    assert said.startswith("On test it is right greedily on 6% before and 70% after, sampled on 30% before "
+                           "and 60% after. Without training the base model's vote of 32 (maj@32) is right on "
+                           "68%; another prompt was not tried. Majorities in")
 
 
 def test_nothing_in_a_response_ends_the_pages_script(tmp_path):

@@ -75,22 +75,21 @@ def fates(votes: list[dict]) -> dict[str, float]:
 
 
 def what_happened(lines: list[dict], options: dict) -> str:
-    """From where to where the accuracy went, on problems that were not trained on if there are any, beside
+    """From where to where the accuracy went, on another data set than --dataset if one was evaluated, beside
     what the base model can do without training; empty without an evaluation. lines: of metrics.jsonl."""
     evaluated, data = [line for line in lines if has_evaluation(line)], options.get("dataset", "")
     names = [name[5:-7] for line in evaluated[-1:] for name in line if name.endswith("/pass@1")]
-    names.sort(key=lambda name: ("test" not in name, name in ("mean", "train", data)))
+    names.sort(key=lambda name: name in ("mean", "train", data))
     if not names:
         return ""
     name, first, last = names[0], evaluated[0], evaluated[-1]
-    unseen = ", which it was not trained on," if "test" in name and name != data else ""
     scores = []
     for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
         if metric in last:
             untrained = first is not last and first["step"] == 0 and metric in first
             before = f"{first[metric]:.0%} before and " if untrained else ""
             scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
-    text = f"On {name}{unseen} it is right {', '.join(scores)}. "
+    text = f"On {name} it is right {', '.join(scores)}. "
     toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
     if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has
         known = {}

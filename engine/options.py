@@ -164,7 +164,7 @@ TOY_MODEL = str(ROOT / "toy")
 TOYS = {"": TOY_MODEL, "toy": TOY_MODEL, "toy_even": str(ROOT / "toy/even")}
 SMOLLM2_MODEL = str(ROOT / "smollm2")
 # Without --model: the toy, a thousand times smaller than the papers' models, so with a larger learning rate.
-TOY = dict(dataset="toy", eval="train,toy_test", steps=60, eval_every=20, eval_samples=8, checkpoint_every=10,
+TOY = dict(dataset="toy", eval="toy_test", steps=60, eval_every=20, eval_samples=2, checkpoint_every=10,
            sampler="hf", prompts_per_batch=16, votes=16, train_samples=8, max_prompt_tokens=128,
            max_new_tokens=128, micro_tokens=4096, lr=2e-4, num_minibatches=2, eval_temperature=1.0,
            eval_top_p=1.0, eval_greedy=True, log_texts=1000)  # all of a step's prompts

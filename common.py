@@ -27,7 +27,7 @@ from engine.checkpoint import steps_done
 from engine.log import Log
 from engine.metrics import grade, mean, summary
 from engine.models import load_model, model_folder, read_config, read_tokenizer, weights_digest
-from engine.options import TOYS, Machine, bad_flags, options_dict
+from engine.options import Machine, bad_flags, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, start_processes
 from engine.ranks import gather_shares, on_all_engines, print0, rank_and_ranks, share_of_rank
@@ -222,8 +222,6 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     total_steps = data.count_steps(args, problems, tokenizer) if train else 0
 
     # Open: the ranks meet, and the folder is this run's alone.
-    if args.model in TOYS:
-        torch.set_num_threads(1)  # the toy is too small to share: two threads mostly wait for each other
     torch.manual_seed(args.seed)
     options = options_dict(args)
     device, dtype = start_processes(options, train)
@@ -238,6 +236,8 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
         log.identify({"the weights of --model": weights_digest(models[0])})
         policy, reference = load_policies(models, device, dtype, machine, length, adapt)
     sampler = samplers.load_sampler(path, device, dtype, machine, length, stop_ids, args.seed, policy)
+    if sum(p.numel() for p in sampler.model.parameters()) < 10**7:
+        torch.set_num_threads(1)  # too small to share: two threads mostly wait for each other
     return Run(
         args=args, tokenizer=tokenizer, problems=problems, benchmarks=benchmarks, total_steps=total_steps,
         policy=policy, reference=reference, sampler=sampler, log=log, stop=StopSignal(log.path, done),

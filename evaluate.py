@@ -18,7 +18,6 @@ from importlib import util
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
 import common
@@ -114,8 +113,6 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
     results, model = {}, args.model or "the toy"
-    if args.preset == "toy":
-        torch.set_num_threads(1)  # as in training: more of them mostly wait for each other
     print0(f"Evaluating {model} ...")
     for name, problems in run.benchmarks.items():
         graded = common.evaluate_benchmark(run, name, problems, keep=True)

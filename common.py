@@ -451,7 +451,9 @@ def evaluate_benchmark(run: Run, name: str, problems: list[Problem], greedy: boo
     samples = args.eval_samples if temperature else 1
     size = max(1, 4096 // samples)  # problems per engine call
     mine = share_of_rank(problems, args.machine.tensor_parallel)
-    for first in tqdm(range(0, len(mine), size), f"evaluating {name}", leave=False, disable=run.log.rank > 0):
+    bar = tqdm(total=len(mine) * samples, desc=f"evaluating {name}", leave=False, disable=run.log.rank > 0)
+    run.sampler.bar = bar  # transformers' moves it by responses, vLLM not at all
+    for first in range(0, len(mine), size):
         part = mine[first:first + size]
         work = [(p, Request(p.prompt_ids, samples, stable_hash(args.seed, "eval", name, p.id),
                             args.max_new_tokens)) for p in part if p.prompt_ids]
@@ -459,4 +461,6 @@ def evaluate_benchmark(run: Run, name: str, problems: list[Problem], greedy: boo
         for p in part:
             group = next(groups) if p.prompt_ids else samples * [Rollout([], [], torch.zeros(0), False)]
             graded.append((grade(p, group), group if keep else []))
+        bar.update(len(graded) * samples - bar.n)
+    bar.close()
     return gather_shares(graded, args.machine.tensor_parallel)

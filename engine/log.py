@@ -15,9 +15,10 @@ from tqdm import tqdm
 from engine.base import UserError, now, seconds, stable_hash
 from engine.metrics import grade, mean, step_metrics
 from engine.ranks import distributed, print0
-from engine.run_folder import RunFolder, has_evaluation, script_name
+from engine.run_folder import RunFolder, has_evaluation
 
-HEADLINE = ("majority_ratio", "entropy", "length", "batch_pass@1")  # beside the progress bar
+HEADLINE = {"majority_ratio": "majority", "length": "length", "batch_pass@1": "pass@1"}  # beside the bar
+BAR = "{n_fmt}/{total_fmt}|{bar}| {elapsed}<{remaining}{postfix}"  # 100 columns show all
 MAX_BAD_STEPS = 5  # optimizer steps in a row with a non-finite gradient, each skipped, that end a run
 
 
@@ -62,7 +63,7 @@ class Log(RunFolder):
         self.majorities = {vote["problem"]: vote["majority"] for vote in votes}  # the last of each problem
         diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
         self.first_diff = diffs[0] if diffs else 0.0  # see common.check_sampler
-        self.bar = tqdm(total=total_steps, initial=steps_done, desc=script_name(), dynamic_ncols=True,
+        self.bar = tqdm(total=total_steps, initial=steps_done, bar_format=BAR, dynamic_ncols=True,
                         disable=self.rank > 0)
         self.begin_step()
 
@@ -161,7 +162,8 @@ class Log(RunFolder):
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
-        self.bar.set_postfix({name: metrics[name] for name in HEADLINE if name in metrics})
+        shown = {short: round(metrics[name], 2) for name, short in HEADLINE.items() if name in metrics}
+        self.bar.set_postfix(shown)
         self.bar.update(1)
         for group in self.groups:
             self.append("votes.jsonl", dict(step=step, **vote_record(group)))

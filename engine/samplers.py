@@ -13,6 +13,7 @@ from itertools import chain, groupby, islice
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engine import vllm_cpu
@@ -184,6 +185,7 @@ class HFSampler:
         self.model.set_attn_implementation("sdpa" if self.pad_prompts else "eager")
         self.model.to(device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
+        self.bar = tqdm(disable=True)  # an evaluation gives its own, which counts responses
 
     @timed("sync")
     @torch.no_grad()
@@ -272,6 +274,7 @@ class HFSampler:
                 break
             if live.float().mean() < 7 / 8:  # to drop the others copies the cache
                 keep = live.nonzero().squeeze(-1)
+                self.bar.update(len(rows) - len(keep))
                 rows, token, position, mask, live = (x[keep] for x in (rows, token, position, mask, live))
                 cache.reorder_cache(keep)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)            # [rows, one longer]
@@ -280,6 +283,7 @@ class HFSampler:
             logits = out.logits[:, -1]
             position = position + 1
 
+        self.bar.update(len(rows))
         logprobs, responses = logprobs.cpu(), []
         for i, end in enumerate(length.tolist()):
             responses.append(Sample(tokens[i, :end].tolist(), logprobs[i, :end].clone(),

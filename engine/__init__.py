@@ -11,6 +11,7 @@ from importlib.metadata import version
 VARIABLES = dict(
     TOKENIZERS_PARALLELISM="false",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in the trainer's process
+    VLLM_NO_USAGE_STATS="1",  # else it reports model and hardware to its authors
     VLLM_CONFIGURE_LOGGING="0",  # its warnings go to the rank's log, see below
     # FlashInfer's sampler is never used, since it takes no seed per request, but vLLM would compile it at
     # its start and fail without nvcc
@@ -32,6 +33,8 @@ for name in VARIABLES.keys() - os.environ.keys():
 warnings.filterwarnings("ignore", category=FutureWarning)
 # what goes to the terminal: of vLLM errors alone
 logging.lastResort.addFilter(lambda record: record.name[:4] != "vllm" or record.levelno >= logging.ERROR)
+# At every sync vLLM warns that a tied head and rotary embeddings got no weights; samplers.py looks itself
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 import transformers

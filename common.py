@@ -30,7 +30,8 @@ from engine.models import load_model, model_folder, read_config, read_tokenizer,
 from engine.options import Machine, bad_flags, options_dict
 from engine.policy import check_batch, load_policies
 from engine.process import StopSignal, start_processes
-from engine.ranks import gather_shares, on_all_engines, print0, rank_and_ranks, share_of_rank
+from engine.ranks import gather_shares, on_all_engines, print0, rank_and_ranks
+from engine.ranks import same_on_all_ranks, share_of_rank
 from engine.run import Run
 
 # What a script calls as common.NAME, though it stands in engine/:
@@ -224,7 +225,8 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     # Open: the ranks meet, and the folder is this run's alone.
     torch.manual_seed(args.seed)
     options = options_dict(args)
-    device, dtype = start_processes(options, train)
+    device, dtype = start_processes(machine.dtype, train)
+    same_on_all_ranks({f"--{name}": value for name, value in options.items()})
     log = Log(options, device, data.digests(problems, benchmarks, stop_ids))
     done = steps_done(log.path) if machine.resume else 0
 

@@ -21,16 +21,16 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from engine.base import UserError
 from engine.options import SMOLLM2, TOY, parse
-from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks, same_on_all_ranks
+from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks
 
 
-def start_processes(options: dict, train: bool = True) -> tuple[torch.device, torch.dtype]:
-    """This process's device, and the compute type of --dtype. Opens the process group if there are ranks or a
-    GPU, or to train in bfloat16: it is FSDP that computes so on float32 weights.
+def start_processes(compute: str, train: bool = True) -> tuple[torch.device, torch.dtype]:
+    """This process's device, and its compute type. Opens the process group if there are ranks or a GPU, or to
+    train in bfloat16: it is FSDP that computes so on float32 weights.
 
-    options: all, by name. Raises UserError if the ranks have different ones."""
+    compute: as --dtype."""
     cuda, ranks = torch.cuda.is_available(), rank_and_ranks()[1]
-    bf16 = options["dtype"] == "bfloat16" or options["dtype"] == "auto" and cuda
+    bf16 = compute == "bfloat16" or compute == "auto" and cuda
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -38,13 +38,12 @@ def start_processes(options: dict, train: bool = True) -> tuple[torch.device, to
         if ranks == 1 and not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
-        # a rank may wait for another that samples or scores much longer responses
-        timeout = timedelta(seconds=from_torchrun("GLOO_TIMEOUT_SECONDS", 6 * 3600))
+        # a rank may wait for another that samples or scores longer responses, some minutes as a rule
+        timeout = timedelta(seconds=from_torchrun("GLOO_TIMEOUT_SECONDS", 3600))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout,
                                 device_id=device if cuda else None)
         if cuda:  # those waits are gloo's; who waits in NCCL for half an hour waits for a rank that is gone
             dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=30))
-    same_on_all_ranks({f"--{name}": value for name, value in options.items()})
     return device, torch.bfloat16 if bf16 else torch.float32
 
 
@@ -60,6 +59,19 @@ def tune() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
 
 
+# where a task finds its number, and that of all; MPI's come first: their tasks may inherit a Slurm job's
+TASKS = dict(OMPI_COMM_WORLD_RANK="OMPI_COMM_WORLD_SIZE", PMI_RANK="PMI_SIZE", SLURM_PROCID="SLURM_NTASKS")
+
+
+def warn_of_tasks() -> None:
+    """Else each of several tasks makes a run of its own, on the same GPU perhaps, in silence."""
+    number = next(filter(os.environ.get, TASKS), "")
+    tasks = from_torchrun(TASKS.get(number, ""), 1)
+    if tasks > 1 and os.environ[number] == "0" and not os.environ.get("WORLD_SIZE"):
+        print0(f"Warning: this is one of {tasks} tasks of Slurm or MPI, and torchrun did not start it: each "
+               "is a run of its own. Give a node one task that starts torchrun, as examples/slurm.sh does.")
+
+
 @record  # torchrun shows the traceback of the first rank that fails
 def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
@@ -68,6 +80,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     rank, _ = rank_and_ranks()
     if sys.platform == "linux":
         tune()
+    warn_of_tasks()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:
@@ -82,6 +95,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
     except Exception as error:
+        if "Timed out waiting" in str(error):  # gloo's words
+            error.add_note("GLOO_TIMEOUT_SECONDS sets how long a rank waits for another (3,600).")
         get_error_handler().record_exception(error)  # for torchrun
         logging.exception("An error:")
         leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
+import time
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ import ttrl
 from engine import options, process
 from engine.base import UserError, timed
 from engine.logprobs import packed_attention
+from engine.ranks import all_gather
 from engine.samplers import HFSampler
 
 # ------------------------------------------------ FSDP, with one rank --------------------------------------
@@ -23,7 +26,7 @@ from engine.samplers import HFSampler
 def one_rank():
     """A process group of this process alone, as --dtype bfloat16 has it, so that Policy is sharded."""
     with mock.patch.dict(os.environ):
-        process.start_processes(dict(seed=0, dtype="bfloat16"))
+        process.start_processes("bfloat16")
         try:
             yield
         finally:
@@ -96,6 +99,36 @@ def test_a_torch_that_sees_no_gpu_is_refused(monkeypatch, hidden, refused):
     assert bool(ttrl.Args(model="Qwen/Qwen3-4B").errors()) == refused
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    """As README's command on a machine with four GPUs, which torch is told here: there is none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    refused = []
+    for ranks in ("4", "8"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        refused.append(bool(ttrl.Args(model="Qwen/Qwen3-4B").errors()))
+    assert refused == [False, True]
+
+
+SLURM = dict(SLURM_NTASKS="2", SLURM_PROCID="0")
+
+
+@pytest.mark.parametrize("variables, warned", [
+    (SLURM, True), (SLURM | dict(SLURM_PROCID="1"), False),  # the first task alone speaks
+    (dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0"), True),
+    (dict(PMI_SIZE="2", PMI_RANK="0"), True),
+    (SLURM | dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1"), False),  # mpirun in a batch job
+    (dict(SLURM_NTASKS="1", SLURM_PROCID="0"), False), (dict(SLURM_PROCID="0"), False),  # batch jobs of one
+    (SLURM | dict(WORLD_SIZE="16"), False), ({}, False)])
+def test_tasks_without_torchrun_are_told_once(monkeypatch, capsys, variables, warned):
+    """Else each trains on the same GPU, and nobody sees that they do not share the work."""
+    for name in (*process.TASKS.keys(), *process.TASKS.values(), "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process.warn_of_tasks()
+    assert capsys.readouterr().out.count("Warning: ") == warned
+
+
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     """FSDP rounds, as on a GPU; without it the sampler alone would."""
     logps, rollouts = [], random_rollouts(4)
@@ -122,6 +155,32 @@ def test_an_error_in_a_step_is_recorded_printed_and_ends_the_rank_at_once(monkey
     assert left.mock_calls[0] == mock.call(1) and "OutOfMemoryError" in (tmp_path / "error").read_text()
     for words in ("An error:", "in step", "CUDA out of memory"):
         assert words in caplog.text
+
+
+def meet(rank, port, folder) -> None:
+    """What a rank does that waits for the other two seconds at most; rank 1 comes too late."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      GLOO_TIMEOUT_SECONDS="2", TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}"))
+
+    def main(args):
+        process.start_processes("float32")
+        time.sleep(6 * rank)
+        all_gather(rank)
+
+    with mock.patch("sys.argv", ["ttrl.py"]):
+        process.launch(main, ttrl.Args)
+
+
+def test_a_rank_that_waited_too_long_names_the_variable_that_sets_the_limit(tmp_path):
+    """By what gloo says then."""
+    port, fork = process.get_free_port(), multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=meet, args=(rank, port, tmp_path)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    assert "GLOO_TIMEOUT_SECONDS" in (tmp_path / "error0").read_text()
 
 
 def test_the_gradient_of_packing_sorts_no_indices():

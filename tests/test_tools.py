@@ -25,7 +25,7 @@ def test_gpu_smoke_without_a_gpu_fails_the_machine_alone():
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     verdicts = re.findall(r"^(PASS|SKIP|FAIL) (.{22}) ", done.stdout, re.MULTILINE)
     failed = [name.strip() for verdict, name in verdicts if verdict == "FAIL"]
-    assert len(verdicts) == 15 and failed == ["machine"], done.stdout
+    assert len(verdicts) == 16 and failed == ["machine"], done.stdout
 
 
 def test_explain_shows_what_the_scripts_functions_give():

@@ -1,13 +1,13 @@
 """Before a long run: do this machine's GPUs, its memory, disk and network do what a run needs?
 
-    python -m tools.gpu_smoke                       # about two minutes: the preflight, on all GPUs
+    python -m tools.gpu_smoke                       # some minutes: the preflight, on all GPUs
     python -m tools.gpu_smoke --full                # half an hour: then the table of docs/hardware.md
     python -m tools.gpu_smoke --full --size 1.5b    # for a card of 80 GB; an hour
 
-The preflight prints a line for each check, and what to do if it failed: the machine, /dev/shm, the disk; a
-sum over all ranks, alone and in a CUDA graph; two steps of ttrl.py on all ranks with a tiny model of random
-weights, with vLLM's engines over two GPUs each; --resume. Run it on every node. Without a GPU the machine
-fails, and the other checks start two ranks on the CPU.
+The preflight prints a line for each check, and what to do if it failed: the machine, /dev/shm, the disk;
+--numa-binding, which all later checks then use; a sum over all ranks, alone and in a CUDA graph; two steps of
+ttrl.py on all ranks with a tiny model of random weights, with vLLM's engines over two GPUs each; --resume.
+Run it on every node. Without a GPU the machine fails, and the other checks start two ranks on the CPU.
 
 --full adds attention against float32 products, then two steps of ttrl.py in many ways, with weights in the
 shape of Qwen2.5-0.5B or 1.5B. Of the second step: how far the sampler's log-probs are from the trainer's,
@@ -55,6 +55,7 @@ FLAGS = ("--dataset toy --steps 2 --prompts_per_batch 8 --votes 8 --train_sample
 SMOLLM2 = "--model smollm2 --steps 8 --eval smollm2_test --eval_every 0 --checkpoint_every 0".split()
 CUDA = torch.cuda.is_available()
 RANKS = torch.cuda.device_count() or 2
+BINDING = ["--numa-binding", "node"] if CUDA and RANKS > 1 else []  # as in README's command
 RUNNER = ("import sys, engine; from vllm.engine.arg_utils import EngineArgs; "
           "print(EngineArgs(model=sys.argv[1]).create_engine_config().use_v2_model_runner)")
 
@@ -63,6 +64,8 @@ ADVICE = {  # if a check of the preflight fails
     "machine": "Needed: driver 580 or newer, gcc, and Python's headers (python3-dev).",
     "/dev/shm": "NCCL and vLLM need more: docker run --ipc=host, or --shm-size 16g.",
     "disk": "Give a run an --out on a faster disk, or --checkpoint_every 60.",
+    "--numa-binding": "It needs numactl, and each GPU's numa_node in /sys/bus/pci/devices, which some "
+                      "containers lack. Leave it out of README's command, as the next checks do.",
     "sum over ranks": "NCCL_DEBUG=INFO names the step that fails. Does NCCL_P2P_DISABLE=1 (GPU to GPU), "
                       "NCCL_SHM_DISABLE=1 (/dev/shm) or NCCL_IB_DISABLE=1 (network) cure it?",
     "sum in a CUDA graph": "Unset NCCL_* and PYTORCH_*ALLOC_CONF, if you export them.",
@@ -132,7 +135,7 @@ def on_ranks(*command: str, ranks: int = RANKS) -> str:
     hangs."""
     if "graph" in command and not CUDA:
         raise SkipTest("there is no GPU")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *BINDING]
     command = ["timeout", "600", sys.executable, *(torchrun if ranks > 1 else []), *command]
     variables = os.environ | dict(HF_HUB_OFFLINE="1", GLOO_TIMEOUT_SECONDS="300")
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -140,9 +143,21 @@ def on_ranks(*command: str, ranks: int = RANKS) -> str:
     return done.stdout.strip()
 
 
+def numa_binding() -> str:
+    """Whether torchrun can put ranks on the cores beside their GPUs; it has no fall-back. If it cannot, the
+    later checks do without."""
+    if not BINDING:
+        raise SkipTest("there are no two GPUs")
+    try:
+        return on_ranks("--no-python", "true")
+    except ValueError:
+        BINDING.clear()
+        raise
+
+
 def sum_over_ranks(graph: bool) -> None:
     """What each rank does: sum 1 GiB over all, and 1 MiB in a CUDA graph with our allocator's memory."""
-    device, _ = start_processes(dict(seed=0, dtype="bfloat16"))
+    device, _ = start_processes("bfloat16")
     sizes, ranks = (2 ** (29 if CUDA else 24), 2 ** 19), rank_and_ranks()[1]
     big, small = [torch.ones(size, dtype=torch.bfloat16, device=device) for size in sizes]
     dist.all_reduce(small)
@@ -205,7 +220,8 @@ def make_model(folder: Path, size: str) -> None:
     """Save a model of random weights, in bfloat16, with the toy's tokenizer."""
     torch.manual_seed(0)
     config = Qwen2Config(**dict(zip(SHAPE.split(), SIZES[size])), max_position_embeddings=4096,
-                         bos_token_id=None, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True)
+                         bos_token_id=None, eos_token_id=2, pad_token_id=2,
+                         tie_word_embeddings=size != "tiny")  # README's 7B has a head of its own
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(options.TOY_MODEL) / name, folder)
@@ -260,6 +276,7 @@ def preflight(folder: Path):
     yield "/dev/shm", shared_memory
     yield "disk", disk
     sums = partial(on_ranks, "-m", "tools.gpu_smoke", "--rank")
+    yield "--numa-binding", numa_binding
     yield "sum over ranks", partial(sums, "eager")
     yield "sum in a CUDA graph", partial(sums, "graph")
     flags = [*FLAGS, "--model", str(folder / "tiny"), "--max_new_tokens", "32"]

@@ -38,7 +38,7 @@ from engine.run import Run
 from engine.base import timed_loop as timed_loop  # the items; the time spent on them is logged
 from engine.options import SMOLLM2 as SMOLLM2, TOY as TOY  # what replaces defaults for a built-in model
 from engine.options import Count, CountOrZero, NonNegative, NonNegativeOrInf  # types of options, with ranges
-from engine.options import Finite as Finite, Positive, PositiveShare, Share
+from engine.options import Finite as Finite, Place, Positive, PositiveShare, Share
 from engine.process import launch as launch  # reads the command line, runs main, tells errors
 from engine.ranks import all_gather as all_gather  # every rank's item, on every rank
 from engine.run import restore as restore  # loads the newest checkpoint
@@ -109,11 +109,11 @@ class Args:
     """What a paper's table sets; --help is the manual. A default is the paper's value (of one experiment, if
     they differ), else the released code's, else ours; its help says which. What no paper sets, such as the
     sampling engine or checkpoints, is in `machine`."""
-    model: str = ""
+    model: Place = ""
     """Hub id or local folder of a causal language model. Empty: the built-in toy. smollm2: a real model of
     135M parameters that comes as a pip package (docs/hardware.md). Both have defaults of their own, which
     are printed at the start."""
-    dataset: str = "aime24"
+    dataset: Place = "aime24"
     """Training problems: a short name (engine/data.py), a Hub id, a file or a folder (docs/data.md)."""
     steps: CountOrZero = 0
     """Number of rollout batches to train on; 0: epochs x (problems // prompts_per_batch)."""
@@ -136,9 +136,9 @@ class Args:
     kl_coef: NonNegative = 0.001
     """Weight of the KL term; 0: none, and no reference model (EVOL-RL Table 3, RESTRAIN D.2; TTRL's, SCRL's
     code)."""
-    eval: str = "train"
+    eval: Place = "train"
     """Benchmarks of the evaluations, comma-separated; 'train': the problems of --dataset; empty: none."""
-    prompt: str = "system"
+    prompt: Place = "system"
     """Prompt format. system: the instruction as system turn (EVOL-RL A.1). suffix: behind the question.
     plain: no chat template. Or a file whose lines [system], [user], [assistant] begin turns
     (examples/prompts)."""

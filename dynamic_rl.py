@@ -67,7 +67,7 @@ EXAMPLES = (EXAMPLE.format("3 * 4 + 2", "3 * 4 = 12, 12 + 2 = 14, so \\boxed{14}
 
 @dataclass
 class Args(common.Args):
-    dataset: str = ""
+    dataset: common.Place = ""
     """Training problems. Empty: none, Dynamic RL. Given, with --labels gold: semi-dynamic RL on these."""
     question_prompt: str = Z_0
     """The one prompt z_0 that all questions answer (section 2, box "Prompt z_0"); a user turn of its own."""
@@ -107,7 +107,7 @@ class Args(common.Args):
     """Optimizer steps per batch: one, which has the gradient of Eq. 14 up to the mean over tokens (ours)."""
     kl_coef: common.NonNegative = 0.0
     """Weight of the KL term; the paper's objective (Eq. 14) has none."""
-    eval: str = "math500,amc23,aime24,aime25"
+    eval: common.Place = "math500,amc23,aime24,aime25"
     """Benchmarks: MATH500, AMC23, AIME2024, AIME2025 (section 3.1). 'train' needs --dataset."""
     eval_top_k: common.CountOrZero = 20
     """Top-k of evaluation: 20, with temperature 0.6 and top-p 0.95 (section 3.1)."""

@@ -49,9 +49,9 @@ shown = partial(tyro.conf.arg, help_behavior_hint="(default: the preset's)")  # 
 
 @dataclass
 class Args(Shared):
-    model: str = ""
+    model: common.Place = ""
     """Hub id or folder of a model or of a run; empty: the built-in toy; smollm2: a small real one."""
-    benchmarks: str = "math500,aime24"
+    benchmarks: common.Place = "math500,aime24"
     """Comma-separated short names (see engine/data.py), Hub ids or files."""
     preset: Literal[*PRESETS] = "ttrl"
     """A paper's evaluation settings, for what is not given."""
@@ -65,7 +65,7 @@ class Args(Shared):
     """Top-k of sampling; 0 turns it off."""
     max_new_tokens: Annotated[common.Count | None, shown(metavar="INT")] = None
     """Length limit of a response."""
-    prompt: Annotated[str | None, shown(metavar="STR")] = None
+    prompt: Annotated[common.Place | None, shown(metavar="STR")] = None
     """Prompt format. system: instruction as system turn. suffix: after the question. plain, or a file."""
     max_prompt_tokens: Annotated[common.Count | None, shown(metavar="INT")] = None
     """Length limit of a prompt; the responses to a longer one count as wrong."""

@@ -53,7 +53,7 @@ from transformers.utils import cached_file
 
 @dataclass
 class Args(common.Args):
-    dataset: str = "math500"
+    dataset: common.Place = "math500"
     """Training set (section 3.1). 3 epochs of MATH-500 are 186 batches; AIME24 needs --epochs 60 for 180
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
@@ -64,7 +64,7 @@ class Args(common.Args):
     TTRL's, for valid responses; needs no embedder."""
     alpha: Share = 0.5
     """Weight of the mean similarity; the maximum has 1 - alpha (alpha of section 2.2; Table 4)."""
-    embedder: str = "Qwen/Qwen3-Embedding-4B"
+    embedder: common.Place = "Qwen/Qwen3-Embedding-4B"
     """Embedding model of sentence-transformers (A.3): Hub id, folder, or package:NAME with NAME/model/.
     words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28

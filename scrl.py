@@ -47,7 +47,7 @@ import torch
 class Args(common.Args):
     temperature: common.Positive = 0.6
     """Sampling temperature (section 4.1; Qwen2.5-Math: 1.0); log-probs and entropies use it, too."""
-    prompt: str = "suffix"
+    prompt: common.Place = "suffix"
     """Prompt format. suffix: SCRL's for Qwen2.5-3B; Qwen2.5-Math takes 'system' (B.2; released code)."""
     tau_pos: common.Share = 0.375
     """Smallest share of a majority that is a positive label (tau_pos of Eq. 4; section 4.1; Table 5)."""

@@ -17,6 +17,7 @@ import docstring_parser
 import torch
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
+from tyro.constructors import PrimitiveConstructorSpec
 
 from engine.base import UserError
 from engine.ranks import from_torchrun, print0, rank_and_ranks
@@ -32,6 +33,16 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def at_home(texts: list[str]) -> str:
+    """A path, or several behind commas, with ~ as the home folder: a shell leaves it in --out=~/run."""
+    return ",".join(map(os.path.expanduser, texts[0].split(",")))
+
+
+# A path, or a name that may be one.
+Place = Annotated[str, PrimitiveConstructorSpec(1, "STR", at_home, lambda value: isinstance(value, str),
+                                                lambda value: [value])]
 
 
 # ----------------------------------------------- options that no paper sets --------------------------------
@@ -59,7 +70,7 @@ class Shared:
     """Compute type; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are always float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model; give this only if you trust its author."""
-    out: str = ""
+    out: Place = ""
     """Run folder; empty: runs/<script>-<time>-<process>."""
 
 

@@ -45,6 +45,16 @@ def test_resume_takes_the_arguments_of_the_run(parse_resumed, capsys):
     assert "Resuming with another --lr: 0.1 (was 0.0002)" in capsys.readouterr().out
 
 
+def test_a_path_may_begin_with_the_home_folder(monkeypatch):
+    """A shell leaves ~ alone behind an equals sign."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = dict(model="~/model", dataset="~/a.jsonl", eval="toy,~/b.jsonl", prompt="~/p", out="~/run")
+    monkeypatch.setattr(sys, "argv", ["ttrl.py", *(f"--{name}={path}" for name, path in paths.items())])
+    read = options.options_dict(options.parse(ttrl.Args))
+    for name, path in paths.items():
+        assert read[name] == path.replace("~", "/home/me")
+
+
 @pytest.mark.parametrize("script, flags, sentence", [
     ("ttrl", ["--seed", "2"], "--seed is 2, but the run in .* has 1; start a new run."),
     ("ttrl", ["--prompts_per_batch", "8"], "--prompts_per_batch is 8, but the run in .* has 16; start a new"),

@@ -339,19 +339,24 @@ def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "ma
 def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | None, int]]:
     """{problem id: (majority answer, its votes)} from --votes responses of the base model. RESTRAIN Eq. 5.
     (None, 0): no response has an answer. About 8,192 responses per rank are sampled in one call and stored,
-    so that a killed run continues; votes with other flags are sampled anew."""
+    so that a killed run continues; votes with other flags are sampled anew. As in a step the sampler is
+    checked, by a few responses of each call."""
     args, file = run.args, "initial_votes.jsonl"
     flags = [args.votes, args.temperature, args.max_new_tokens]
     votes = {r["id"]: (r["answer"], r["votes"]) for r in run.log.lines(file) if r["flags"] == flags}
     todo = [p for p in run.problems if p.id not in votes]
-    if todo:
-        run.sampler.load(run.policy.named_tensors())
     size = prompts_per_call or rank_and_ranks()[1] * max(1, 8192 // args.votes)
     for first in range(0, len(todo), size):
         part = todo[first:first + size]
         print0(f"Initial votes: {len(votes)} of {len(run.problems)} problems")
+        run.sampler.load(run.policy.named_tensors())
         mine, counted = share_of_rank(part, args.machine.tensor_parallel), []
-        for problem, responses in zip(mine, sample(run, 0, mine, args.votes, gather=False)):
+        groups = sample(run, 0, mine, args.votes, gather=False)
+        run.sampler.sleep()
+        some = sum(all_gather([group[0] for group in groups[:8]]), [])
+        run.policy.score_old(some, args.temperature)
+        check_sampler(run, some)
+        for problem, responses in zip(mine, groups):
             classes = answer_classes(problem, responses)
             winner = majority(classes)
             answer = responses[classes.index(winner)].answer  # None if there is none
@@ -360,7 +365,6 @@ def initial_votes(run: Run, prompts_per_call: int = 0) -> dict[int, tuple[str | 
         for problem, (answer, count) in zip(part, gather_shares(counted, args.machine.tensor_parallel)):
             votes[problem.id] = answer, count
             run.log.append(file, dict(flags=flags, id=problem.id, answer=answer, votes=count))
-    run.sampler.sleep()
     return votes
 
 
@@ -375,20 +379,19 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     """How much the sampler's log-probs of its tokens differ from the trainer's own (old_logp), as metrics.
 
     A sampler with stale weights stops the run: in float32 if one token differs by more than MAX_LOGP_DIFF;
-    in bfloat16, which rounds, if the average is above .1 and 5 times the first step's, or above .5. There an
-    average above .05 is a warning."""
+    in bfloat16, which rounds (healthy: by .01 to .02), if the average is above .1, and above 5 times the
+    first step's. There an average above .05 is a warning."""
     scored = filter(run.args.has_gradient, train)
     diff = torch.cat([torch.zeros(0), *[r.unmasked((r.old_logp - r.sampler_logp).abs()) for r in scored]])
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
-    if not run.log.first_diff:
-        run.log.first_diff = average  # this is the first step
-    first = run.log.first_diff
+    first = run.log.first_diff  # 0: this is the first step
+    run.log.first_diff = first or average
     if run.dtype == torch.float32:
         wrong = largest > samplers.MAX_LOGP_DIFF
     else:
-        wrong = average > min(0.5, max(0.1, 5 * first))
+        wrong = average > max(0.1, 5 * first)
         if average > 0.05:
             print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     if wrong:

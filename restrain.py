@@ -219,7 +219,8 @@ def main(args: Args) -> None:
             count = majority_count(classes_N)
             label = weighted_labels(classes_N, args.label_sigma) if count >= args.kappa else None
             log.vote(prompt, responses, classes_N, plus_N + minus_N, label=label)
-            c_ref = initial[prompt.id][1] if initial else count  # online: this step's own votes
+            # Online, and for a prompt that a fork has added, these are this step's own votes.
+            c_ref = initial.get(prompt.id, (None, count))[1]
             u = prompt_weight(c_ref, args.votes, args.u_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])

@@ -30,6 +30,7 @@ class Log(RunFolder):
     def __init__(self, options: dict, device, identity: dict):
         super().__init__(options, device, identity)
         self.board, self.bad_steps, self.warned = None, 0, set()
+        self.first_diff = 0.0  # the first average difference of sampler and trainer, see common.check_sampler
         self.learns = False  # whether a loss has had a gradient
         self.begin_step()
 
@@ -62,7 +63,7 @@ class Log(RunFolder):
         votes = self.keep_lines("votes.jsonl", done)
         self.majorities = {vote["problem"]: vote["majority"] for vote in votes}  # the last of each problem
         diffs = [line["logp_diff_mean"] for line in self.history if line.get("logp_diff_mean")]
-        self.first_diff = diffs[0] if diffs else 0.0  # see common.check_sampler
+        self.first_diff = diffs[0] if diffs else 0.0
         self.bar = tqdm(total=total_steps, initial=steps_done, bar_format=BAR, dynamic_ncols=True,
                         disable=self.rank > 0)
         self.begin_step()

@@ -228,7 +228,7 @@ def start(args: Args, train: bool = True, *,  # the rest are a fork's hooks, the
     device, dtype = start_processes(machine.dtype, train)
     same_on_all_ranks({f"--{name}": value for name, value in options.items()})
     log = Log(options, device, data.digests(problems, benchmarks, stop_ids))
-    done = steps_done(log.path) if machine.resume else 0
+    done = steps_done(log.path, machine.checkpoint_every, log.record["id"]) if machine.resume else 0
 
     # Load: weights are memory-mapped, then on the device; the sampler has its own.
     policy = reference = None

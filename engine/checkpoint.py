@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from engine.base import write_atomically
+from engine.base import UserError, write_atomically
 from engine.ranks import distributed, on_all_ranks, on_rank_0, rank_and_ranks
+from engine.run_folder import read_jsonl
 
 
 def complete(run_folder: Path) -> list[Path]:
@@ -24,9 +25,9 @@ def complete(run_folder: Path) -> list[Path]:
     return sorted((run_folder / "checkpoints").glob("step_" + "[0-9]" * 8), reverse=True)
 
 
-def tensor_files(folder: Path) -> set[str]:
-    """Names of the tensor files that this rank sees."""
-    return {file.name for file in folder.glob("*.safetensors")}
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the tensor files that this rank sees."""
+    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
 
 
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
@@ -44,13 +45,14 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict | None = None) -> None:
+def save(run_folder: Path, step: int, policy, optimizer, keep: int, run_id: str = "",
+         script: dict | None = None) -> None:
     """Write to checkpoints/step_N.partial in this folder and rename it; then remove all but the last `keep`
     checkpoints. The folder must be the run's own: the last ones are those of the largest steps, so beside
     another run's larger steps this checkpoint would be the one that is removed.
 
-    script: the script's own state, kept as it is on rank 0. Raises UserError, on all ranks, if it cannot be
-    written; the checkpoints before it are untouched."""
+    run_id: run.json's. script: the script's own state, kept as it is on rank 0. Raises UserError, on all
+    ranks, if it cannot be written; the checkpoints before it are untouched."""
     final = run_folder / "checkpoints" / f"step_{step:08d}"
     partial = final.with_suffix(".partial")
 
@@ -67,13 +69,15 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
             size += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=True)
         dcp.save(tensors, storage_writer=writer, no_dist=not distributed())
-        return tensor_files(partial)
+        return set(sizes(partial))
 
     def publish() -> None:
-        if unseen := sorted(written - tensor_files(partial)):  # each node has written to a disk of its own
+        files = sizes(partial)
+        if unseen := sorted(written - files.keys()):  # each node has written to a disk of its own
             raise OSError(f"rank 0 does not see {unseen[0]}, which another rank wrote: --out must be on a "
                           "file system that all nodes share")
-        write_atomically(partial / "state.json", json.dumps(script or {}))
+        state = dict(run=run_id, step=step, files=files, script=script or {})
+        write_atomically(partial / "state.json", json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)  # from here on it counts
         for folder in complete(run_folder)[keep:]:
@@ -83,14 +87,35 @@ def save(run_folder: Path, step: int, policy, optimizer, keep: int, script: dict
     on_rank_0(publish, failed)
 
 
-def steps_done(run_folder: Path) -> int:
-    """The step of the newest checkpoint, 0 if there is none. What a killed run was writing is removed."""
+def steps_done(run_folder: Path, every: int, run_id: str | None) -> int:
+    """The step of the newest checkpoint; 0 if there is none and none was due (every: steps between them).
+    What a killed run was writing is removed.
+
+    Raises UserError if one was due, or if the newest one is damaged or another run's."""
     def read() -> int:
         for folder in (run_folder / "checkpoints").glob("*.partial"):
             shutil.rmtree(folder)
-        return max((int(folder.name[5:]) for folder in complete(run_folder)), default=0)
+        for newest in complete(run_folder)[:1]:
+            state = json.loads((newest / "state.json").read_text())
+            if state.get("run") != run_id:  # it would go on from other weights
+                raise UserError(f"--resume: {newest} is a checkpoint of another run; delete it.")
+            # with a file missing torch loads half of the tensors and says nothing
+            if state["step"] != int(newest.name[5:]) or state["files"] != sizes(newest):
+                raise ValueError(f"the files of {newest.name} are not those that were written")
+            return state["step"]
+        steps = [line["step"] for line in read_jsonl(run_folder / "metrics.jsonl")]
+        if max(steps, default=0) > every or (run_folder / "final").exists():  # it would begin anew
+            raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "
+                            "start a new run in another --out.")
+        return 0
 
-    return on_rank_0(read)
+    return on_rank_0(read, damaged(run_folder))
+
+
+def damaged(run_folder: Path):
+    """The sentence for it. The user deletes it, not we: who copied half may still have the other half."""
+    return lambda reason: (f"--resume: the newest checkpoint in {run_folder / 'checkpoints'} is damaged "
+                           f"({reason}); delete it, and the one before it is used.")
 
 
 def load(run_folder: Path, step: int, policy, optimizer) -> dict:
@@ -100,8 +125,6 @@ def load(run_folder: Path, step: int, policy, optimizer) -> dict:
     def read() -> dict:
         reader = HuggingFaceStorageReader(str(folder))
         dcp.load(tensors_of(policy, optimizer), storage_reader=reader, no_dist=not distributed())
-        return json.loads((folder / "state.json").read_text())
+        return json.loads((folder / "state.json").read_text())["script"]
 
-    # The user deletes it, not we: whoever copied half a checkpoint may still have the other half.
-    return on_all_ranks(read, lambda reason: f"--resume: {folder} is damaged ({reason}); delete this folder, "
-                                             "and the one before it is used.")[0]
+    return on_all_ranks(read, damaged(run_folder))[0]

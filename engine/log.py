@@ -43,10 +43,14 @@ class Log(RunFolder):
         seconds.clear()
 
     def open_board(self, steps_done: int) -> None:
-        """Open TensorBoard."""
+        """Open TensorBoard and, with --wandb, Weights & Biases."""
         self.first_step = steps_done + 1
         if self.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
+            if self.options["wandb"]:
+                import wandb
+                wandb.init(project="label-free-rl", name=self.path.name, id=self.record["id"],
+                           resume="allow", config=self.options, sync_tensorboard=True)
             self.board = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.first_step)
 
     def begin(self, total_steps: int, benchmarks: dict) -> None:

@@ -98,6 +98,8 @@ class Machine(Shared):
     """Number of newest checkpoints that are kept."""
     log_texts: CountOrZero = 2
     """Number of prompts of each step whose responses samples.jsonl keeps, with the ends of their texts."""
+    wandb: bool = False
+    """Send the curves to Weights & Biases, too (needs `pip install wandb`)."""
 
     @property
     def uses_vllm(self) -> bool:
@@ -162,6 +164,8 @@ def bad_flags(args) -> list[str]:
          "responses of a batch (prompts_per_batch x train_samples)."),
         (ranks % parallel,
          f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
+        (parallel > 1 and not machine.uses_vllm,  # the ranks of an engine would each sample the same
+         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
         (driver and not (torch.cuda.is_available() or on_cpu),
          f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
          "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),

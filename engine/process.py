@@ -110,6 +110,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
 
 def leave(code: int) -> None:
     """Exit without unwinding: a rank that failed alone must not wait in a collective for the others."""
+    if "wandb" in sys.modules:  # it would call a run that ends so "running"
+        sys.modules["wandb"].finish(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

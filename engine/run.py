@@ -17,7 +17,8 @@ from engine.checkpoint import load, save
 from engine.log import Log
 from engine.policy import Policy
 from engine.process import StopSignal
-from engine.ranks import all_gather, print0
+from engine.ranks import all_gather, on_rank_0, print0
+from engine.run_folder import read_metrics
 from engine.samplers import HFSampler, VLLMSampler
 
 
@@ -46,6 +47,13 @@ def restore(run, optimizer) -> int:
     """Load the newest checkpoint with --resume: weights, AdamW's state, run.state. The rate, the order of the
     data and all seeds derive from the step. Return the steps that are done."""
     args, done = run.args, run.stop.saved
+
+    def put_aside() -> None:  # an older final model: it would be evaluated as that of the run, which goes on
+        final = run.log.path / "final"
+        if final.exists() and done < run.total_steps:
+            final.rename(f"{final}_step_{read_metrics(run.log.path)[-1]['step']}")
+
+    on_rank_0(put_aside)
     run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
     if done:
         run.state = load(run.log.path, done, run.policy, optimizer)
@@ -70,7 +78,8 @@ def save_when_due(run, step: int, optimizer) -> None:
     every, last = run.args.machine.checkpoint_every, step == run.total_steps
     signaled = max(all_gather(run.stop.number))  # it may have reached one rank alone
     if signaled or every and (last or step % every == 0 or run.log.evaluation_is_due(step)):
-        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep_checkpoints, run.state)
+        save(run.log.path, step, run.policy, optimizer, run.args.machine.keep_checkpoints,
+             run.log.record["id"], run.state)
         run.stop.saved = step  # where a signal in an evaluation may end the run
     if signaled and not last:
         print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from engine.ranks import all_gather, on_rank_0, rank_and_ranks, same_on_all_rank
 
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+# What a start that failed leaves, beside logs: nothing was computed, so the same command works again.
+STARTED = {"lock", "run.json", "script.py", "tensorboard"}
+
 
 class RunFolder:
     """The folder --out. Only rank 0 writes there; if it fails, every rank raises the same error."""
@@ -43,8 +47,12 @@ class RunFolder:
         self.identify(identity, write=not self.earlier)
 
     def _open(self) -> None:
-        """Lock the folder, refuse another run's, and read what a resumed run was, before anything slow."""
+        """Refuse a folder that is not this run's, lock it, and read what a resumed run was."""
         out, wrong = self.path, f"--out is '{self.path}', "
+        files = {file.name for file in out.glob("*") if file.suffix != ".log"}
+        # else two runs would be read as one, and evaluate.py would write over another results.json
+        if not self.options["resume"] and (files - STARTED or files and "run.json" not in files):
+            raise UserError(f"{wrong}which is not empty; give another folder (--resume continues a run).")
         out.mkdir(parents=True, exist_ok=True)
         self.lock = (out / "lock").open("a")
         try:  # the system lets go of it when this process dies, however it dies
@@ -55,10 +63,10 @@ class RunFolder:
             pass
         if self.options["resume"]:
             run = read_run(out)
-            self.earlier = run["identity"]
+            self.earlier, self.record["id"] = run["identity"], run.get("id")
+            if run.get("code") != self.record["code"]:  # whose steps then come from two methods
+                print(f"Warning: --resume: this is other code than the run in '{out}' began with.")
             self.record["before"] = [*run.pop("before", []), run]  # the run's earlier starts, oldest first
-        elif any(out.glob("*.jsonl")) or (out / "checkpoints").exists():
-            raise UserError(f"{wrong}which holds a run; give another folder, or --resume.")
         elif Path(sys.argv[0]).is_file():
             shutil.copyfile(sys.argv[0], out / "script.py")
 
@@ -117,7 +125,8 @@ def code_digest(script: Path) -> int:
 
 
 def describe(options: dict, ranks: int, device) -> dict:
-    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time."""
+    """What run.json holds: script, command line, arguments, hardware, versions, git state, code, time, and an
+    id of the run's own, which its checkpoints hold, too."""
     git = ""  # also where there is no git, as in a slim container
     with contextlib.suppress(OSError):
         git = subprocess.run("git describe --always --dirty --abbrev=40 --exclude=*".split(),
@@ -126,7 +135,7 @@ def describe(options: dict, ranks: int, device) -> dict:
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
     return dict(script=script_name(), command=sys.argv, args=options, ranks=ranks,
                 device=hardware, python=platform.python_version(), versions=versions,
-                git=git, code=code_digest(Path(sys.argv[0])),
+                git=git, code=code_digest(Path(sys.argv[0])), id=uuid.uuid4().hex[:8],
                 started=time.strftime("%Y-%m-%dT%H:%M:%S"))
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import common
 import ttrl
 from engine import checkpoint
 from engine.base import UserError
-from engine.process import StopSignal
+from engine.process import StopSignal, leave
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy",
              eval_every=3, eval_samples=1, eval_greedy=False)
@@ -181,25 +182,60 @@ def interrupted(tmp_path_factory, whole):
     return out
 
 
-@pytest.mark.parametrize("fault", ["cut short", "lacks its state"])
+@pytest.mark.parametrize("fault", ["cut short", "lacks a file", "lacks its state"])
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(
         fault, tmp_path, interrupted, whole):
     out = tmp_path / "run"
     shutil.copytree(interrupted, out)
     newest = out / "checkpoints/step_00000004"
     shutil.copytree(newest, newest.with_suffix(".partial"))  # of a killed run: it goes, with no word
+    victim = max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     if fault == "cut short":
-        victim = max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         victim.write_bytes(victim.read_bytes()[:-1000])
+    elif fault == "lacks a file":  # torch would load what the other files have
+        victim.unlink()
     else:
         (newest / "state.json").unlink()
     kept = (out / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match=f"{newest} is damaged .*; delete this folder, and the one"):
+    with pytest.raises(UserError, match="the newest checkpoint .*step_00000004.*; delete it, and the one"):
         run_toy(ttrl, out, **STEPS, resume=True)
     assert (out / "metrics.jsonl").read_text() == kept
     shutil.rmtree(newest)
     run_toy(ttrl, out, **STEPS, resume=True)
     assert_same_runs(out, whole)
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "final"])
+def test_progress_without_a_checkpoint_is_kept(kept, tmp_path, whole):
+    """A resume would begin anew and drop the lines."""
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(whole / "run.json", out)
+    (shutil.copytree if kept == "final" else shutil.copy)(whole / kept, out / kept)
+    before = (out / kept).stat().st_mtime_ns
+    with pytest.raises(UserError, match="has made steps, but has no checkpoint; start a new run"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert (out / kept).stat().st_mtime_ns == before
+
+
+def test_another_runs_checkpoint_is_refused_and_another_code_is_told(tmp_path, interrupted, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(interrupted, out)
+    run = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps(run | dict(id="another", code=1)))
+    with pytest.raises(UserError, match="step_00000004 is a checkpoint of another run; delete it"):
+        run_toy(ttrl, out, **STEPS, resume=True)
+    assert f"this is other code than the run in '{out}' began with" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_has_no_final_model(tmp_path, whole):
+    """What it was before, which evaluate.py would take for the run's, is named by its step."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    with mock.patch("common.sample", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        run_toy(ttrl, out, **STEPS | dict(steps=7, resume=True))
+    assert not (out / "final").exists()
+    assert_equal(fresh_state(out / "final_step_6"), fresh_state(whole / "final"))
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path):
@@ -211,11 +247,12 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 # ---------------------------------------- folders that are not the run's -----------------------------------
-def test_somebodys_own_file_is_not_written_over(tmp_path, launch):
-    (tmp_path / "metrics.jsonl").write_text("mine")
-    code, _, errors = launch(out=tmp_path, **TINY)
-    assert code == 2 and "which holds a run; give another folder, or --resume." in errors
-    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+@pytest.mark.parametrize("script, flags", [("ttrl", TINY), ("evaluate", dict(samples=1))])
+def test_somebodys_own_file_is_not_written_over(tmp_path, launch, script, flags):
+    (tmp_path / "results.json").write_text("mine")
+    code, _, errors = launch(script, out=tmp_path, **flags)
+    assert code == 2 and "which is not empty; give another folder" in errors
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("results.json", "mine")]
 
 
 CONTENT = dict(model="./model", dataset="data.jsonl", eval="bench.jsonl", out="run", eval_samples=1,
@@ -325,6 +362,35 @@ def test_a_bad_model_is_one_sentence(tmp_path, launch, fault):
 
 
 # --------------------------------------------- the folder, and how a run ends ------------------------------
+def test_a_start_that_failed_can_be_repeated(tmp_path, launch):
+    """The same command works in the same folder."""
+    flags = TINY | dict(steps=1, out=tmp_path)
+    with mock.patch("common.load_model", side_effect=UserError):
+        assert launch(**flags)[0] == 2
+    assert launch(**flags)[0] == 0
+
+
+def test_wandb_knows_a_resumed_run_again_and_is_closed(tmp_path, launch, monkeypatch):
+    """Two runs in folders of one name are two. leave runs none of Python's own exit handlers."""
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for out, more in (("a/exp", {}), ("b/exp", {}), ("b/exp", dict(resume=True, steps=3))):
+        assert launch(**TINY | dict(wandb=True, out=tmp_path / out, checkpoint_every=1) | more)[0] == 0
+    first, second, again = [call.kwargs["id"] for call in wandb.init.call_args_list]
+    assert first != second == again
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    leave(2)
+    assert wandb.finish.call_args_list == [mock.call(2)]
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("ttrl", TINY), ("evaluate", dict(samples=1, max_new_tokens=8, benchmarks="toy"))])
+def test_responses_without_answers_are_told_once(script, flags, tmp_path, launch):
+    _, output, _ = launch(script, out=tmp_path / "run", **flags)
+    assert output.count("0% of the responses have an answer") == 1
+    assert "100% were cut off" in output and "One ends: '" in output
+
+
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, whole, monkeypatch):
     out, save = tmp_path / "run", checkpoint.dcp.save
 

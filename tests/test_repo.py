@@ -102,6 +102,7 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ettrl", dict(train_samples=99), "--train_samples is 99, but must be at least 2 and at most 15, the "),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold', but --dataset is empty or has problems without"),
     ("ttrl", dict(WORLD_SIZE="8", sampler="vllm", tensor_parallel=3), "--tensor_parallel is 3, but must div"),
+    ("ttrl", dict(WORLD_SIZE="2", tensor_parallel=2), "--tensor_parallel is 2, but only vLLM splits"),
     ("ttrl", dict(max_prompt_tokens=3), "--dataset: all 256 problems of toy have more than --max_prompt"),
     ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens + --max_new_tokens are 9128, but must fit"),
     ("ttrl", dict(resume=True, out="nowhere"), "--resume: nowhere/run.json does not exist.")]

@@ -22,7 +22,7 @@ import tyro
 
 import common
 from engine.base import UserError, write_atomically
-from engine.metrics import mean, summary
+from engine.metrics import few_answers, mean, summary
 from engine.options import SMOLLM2, Shared, make_args, out_of_range
 from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run
@@ -112,14 +112,18 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if not args.benchmarks.replace(",", "").strip():
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
-    results, model = {}, args.model or "the toy"
+    results, warnings, model = {}, [], args.model or "the toy"
     print0(f"Evaluating {model} ...")
     for name, problems in run.benchmarks.items():
-        graded = common.evaluate_benchmark(run, name, problems, keep=True)
+        keep = args.save_generations or args.grader == "math_verify"
+        graded = common.evaluate_benchmark(run, name, problems, keep=keep)
         if args.grader == "math_verify":
             graded = [math_verify_grades(p, *row) for p, row in zip(problems, graded, strict=True)]
-        with_gold = sum(verdicts["known"] for verdicts, _ in graded)  # what the scores are means of
-        results[name] = dict(problems=with_gold) | summary([verdicts for verdicts, _ in graded])
+        verdicts = [verdict for verdict, _ in graded]
+        with_gold = sum(verdict["known"] for verdict in verdicts)  # what the scores are means of
+        results[name] = dict(problems=with_gold) | summary(verdicts)
+        if advice := few_answers(verdicts):
+            warnings.append(f"Warning: {name}: {advice}")
         if args.save_generations:
             save_generations(run.log, name, problems, graded)
         save_results(run.log.path, model, results)  # a later benchmark may fail
@@ -127,7 +131,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
     if len(rates) > 1:
         results["mean"] = {"pass@1": mean(rates)}
         save_results(run.log.path, model, results)
-    print0("\n".join([table(results), "", str(run.log.path / "results.json")]))
+    print0("\n".join([table(results), *warnings, "", str(run.log.path / "results.json")]))
     return results
 
 

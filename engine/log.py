@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engine.base import UserError, now, seconds, stable_hash
-from engine.metrics import grade, mean, step_metrics
+from engine.metrics import few_answers, grade, mean, step_metrics
 from engine.ranks import distributed, print0
 from engine.run_folder import RunFolder, has_evaluation
 
@@ -88,11 +88,12 @@ class Log(RunFolder):
         """Keep a prompt's votes for the log.
 
         label: the class taken as right, or {class: weight}; None: abstained. negatives: taken as wrong.
-        Raises ValueError if there is not one class and one reward per response."""
+        Raises ValueError if there is not one class and one finite reward per response."""
         n = len(responses)
-        if len(classes) != n or rewards.shape != (n,):
-            raise ValueError(f"there must be {n} classes and rewards [{n}], but there are {len(classes)} and "
-                             f"{list(rewards.shape)}")
+        # [n, 1] would be compared with [n] as [n, n], and NaN trains every response of the prompt by NaN
+        if len(classes) != n or rewards.shape != (n,) or not rewards.isfinite().all():
+            raise ValueError(f"there must be {n} classes and finite rewards [{n}], but there are "
+                             f"{len(classes)} and {list(rewards.shape)}: {repr(rewards)[:80]}")
         if not isinstance(label, dict):
             label = {label: 1.0} if label in classes and label is not None else {}  # gold: maybe nobody's
         self.groups.append(dict(prompt=prompt, responses=responses, classes=classes, rewards=rewards.tolist(),
@@ -153,6 +154,8 @@ class Log(RunFolder):
         trained: the responses that were trained. own: the script's own metrics, which are numbers (of a
         tensor: .item()) and have none of the log's names, else Python raises TypeError."""
         self._judge(set(trained))
+        if advice := few_answers([group["verdicts"] for group in self.groups]):
+            self.warn_once("answers", f"step {step}: {advice}")
         metrics = step_metrics(self.groups)
         for name in dict.fromkeys(name for update in self.updates for name in update):
             metrics[name] = mean(update[name] for update in self.updates if name in update)
@@ -167,6 +170,7 @@ class Log(RunFolder):
         for name, value in (seconds | dict(other=took - seconds.total(), step=took)).items():
             metrics[f"seconds/{name}"] = value
         self._write(step, dict(**metrics, **own))  # and not |, which would take one of two of the same name
+        self._warn_if_idle(step)
         shown = {short: round(metrics[name], 2) for name, short in HEADLINE.items() if name in metrics}
         self.bar.set_postfix(shown)
         self.bar.update(1)
@@ -215,6 +219,15 @@ class Log(RunFolder):
                 group["flipped"] = len(set(prompt.classes(pair))) > 1
         for group in self.groups:  # only now: a fork may ask the same problem twice in a step
             self.majorities[group["prompt"].question] = group["verdicts"]["answer"]
+
+    def _warn_if_idle(self, step: int) -> None:
+        """Tell after five steps, and after the last, if none so far has taught anything: it costs as long."""
+        steps = [line for line in self.history if "skipped_updates" in line]
+        # the loss: of Dynamic RL's questions, which are no votes
+        idle = all(line.get("zero_variance") == 1 and abs(line.get("loss", 1)) < 1e-3 for line in steps)
+        if idle and step in (5, self.total_steps):
+            print0(f"Warning: all advantages were 0 in {len(steps)} steps, since the rewards of a prompt "
+                   "were equal: nothing was learned.")
 
     def warn_once(self, kind: str, text: str) -> None:
         """Print a warning, each kind once in a run."""

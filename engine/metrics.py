@@ -17,6 +17,18 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
+def few_answers(graded: list[dict]) -> str:
+    """What to do if most responses of these verdicts have no answer or were cut off; else empty."""
+    answered, cut = [mean(mean(verdicts[name]) for verdicts in graded) for name in ("answered", "truncated")]
+    if not graded or answered >= 0.5 >= cut:
+        return ""
+    example = next((verdicts["failed"] for verdicts in graded if verdicts["failed"]), "")
+    return (f"{answered:.0%} of the responses have an answer (in \\boxed{{}}, or where Problem.read finds "
+            f"it) and {cut:.0%} were cut off. --show_prompt shows what the model is asked; small models need "
+            "worked examples, as in examples/prompts/few_shot.txt, long responses a larger --max_new_tokens. "
+            f"One ends: {example!r}")
+
+
 # ------------------------------------------------ evaluation ------------------------------------------------
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of P(one of k samples is correct) from n samples: 1 - C(n-c, k) / C(n, k).
@@ -38,7 +50,7 @@ def maj_at_k(classes: list[int | None], right: set[int], k: int, subsets: int = 
 def grade(problem, responses: list) -> dict:
     """Verdicts of one problem's responses against its gold answer; gold: its class, right: the classes that
     are. answer: the most frequent, as it was first written (None: no response has one); majority: whether it
-    is right."""
+    is right. failed: the end of a text without an answer or an end, if there is one."""
     # gold answers are classed together with the responses', so that one equality holds for both
     together = problem.classes([*(r.answer for r in responses), problem.answer, *problem.also_right])
     classes, golds = together[:len(responses)], together[len(responses):]
@@ -48,6 +60,7 @@ def grade(problem, responses: list) -> dict:
                 answer=responses[classes.index(winner)].answer, length=[r.length for r in responses],
                 answered=[r.answer is not None for r in responses],
                 truncated=[not r.finished for r in responses],
+                failed=next((r.text[-200:] for r in responses if r.answer is None or not r.finished), ""),
                 distinct=len({r.text for r in responses}) / len(responses))
 
 

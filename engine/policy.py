@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.base import timed
-from engine.ranks import all_gather, distributed, on_rank_0, rank_and_ranks
+from engine.ranks import all_gather, distributed, on_rank_0, print0, rank_and_ranks
 from engine.logprobs import PackedHead, head_logprobs
 from engine.models import trainers_way
 
@@ -257,6 +257,9 @@ class Policy:
             if self.rank == 0:
                 state[name] = tensor.cpu()
         state |= {name: buffer.cpu() for name, buffer in self.model.named_buffers() if name in stored}
+        # no loss shows it: the last step's update may have overflowed
+        if damaged := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+            print0(f"Warning: the final model holds NaN or infinite weights, as in {damaged[0]}.")
         on_rank_0(lambda: self._write(folder, tokenizer, state))
 
     def _write(self, folder: Path, tokenizer, state: dict[str, torch.Tensor]) -> None:

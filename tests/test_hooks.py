@@ -136,19 +136,20 @@ SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of 
     ("(logp_T - micro", "(logp_T.detach() - micro", "the loss is not 0, but its gradient is"),
     ("loss.backward()", "(loss * math.nan).backward()", "all 2 optimizer steps were skipped"),
     ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", r"there must be 8 classes and"),
+    ("majority_reward(classes_N)", "majority_reward(classes_N) / 0", r"finite rewards \[8\], but .*: tensor"),
     ("advantage = advantage", "advantage = advantages_G", "a response has the advantage tensor"),
     ("advantage = advantage", "mask = torch.full((responses[i].length,), 0.5)", "a mask is a tensor"),
     ("d_T = micro.ref_logp_T - logp_T", "d_T = micro.ref_logp_T.sum() - logp_T.sum()", "kl must have one")]
 
 
-def run_slip(old, new, folder):
+def run_slip(old, new, folder, steps=1):
     """A run of ttrl.py with one piece of its text changed."""
     text = (ROOT / "ttrl.py").read_text()
     assert text.count(old) == 1
     slip = types.ModuleType("ttrl")
     sys.modules["slip"], slip.__file__ = slip, ttrl.__file__
     exec(compile(text.replace(old, new), "slip.py", "exec"), vars(slip))
-    run_toy(slip, folder, **SMALL | dict(steps=1))
+    run_toy(slip, folder, **SMALL | dict(steps=steps))
 
 
 @pytest.mark.parametrize("old, new, sentence", SLIPS)
@@ -161,6 +162,13 @@ def test_a_sum_for_a_mean_is_told(tmp_path, capsys):
     run_slip("weight_T = micro.mask_T / (micro.length_T * len(minibatch))", "weight_T = micro.mask_T",
              tmp_path / "run")
     assert "Warning: the weights of a loss sum to " in capsys.readouterr().out
+
+
+def test_a_run_that_learns_nothing_says_so_after_five_steps(tmp_path, capsys):
+    run_slip("= majority_reward(classes_N)", "= torch.ones(len(responses))", tmp_path / "run", steps=6)
+    said = capsys.readouterr().out
+    assert said.count("Warning: all advantages were 0 in 5 steps") == 1
+    assert said.count("Warning: all advantages were 0 in 6 steps") == 1
 
 
 def test_an_options_name_that_every_run_has_is_refused():

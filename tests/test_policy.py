@@ -1,5 +1,7 @@
 """The policy: micro-batch plans, packed rows, the head without full logits, saving."""
 
+import math
+from unittest import mock
 
 import pytest
 import torch
@@ -205,3 +207,10 @@ def test_a_saved_model_with_a_head_of_its_own_loads_and_is_the_same(tmp_path, ll
     ids = torch.arange(5, 25)[None]
     assert torch.equal(loaded(ids).logits, policy.model.eval()(ids).logits)
     AutoTokenizer.from_pretrained(tmp_path / "saved")
+
+
+def test_a_final_model_of_nan_is_told(tmp_path, capsys):
+    policy = make_policy()
+    next(policy.parameters()).data[0, 0] = math.nan
+    policy.save(tmp_path / "final", mock.Mock())
+    assert "Warning: the final model holds NaN or infinite weights" in capsys.readouterr().out

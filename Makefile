@@ -19,13 +19,11 @@ endef
 .PHONY: demo lab real smollm2 test quick lint .venv .venv-lab .venv-gpu
 
 demo: .venv-lab/made
-	$(LAB)/python ttrl.py $(if $(wildcard runs/demo/run.json),--resume) --out runs/demo
-	$(LAB)/python -m tools.report runs/demo
-	@echo "Open runs/demo/report.html: it shows the votes."
+	@$(LAB)/python -m tools.demo
 
 # The notebook, in the browser
 lab: .venv-lab/made
-	$(LAB)/jupyter lab docs/lesson.ipynb
+	$(LAB)/jupyter lab $(if $(filter root,$(shell id -un)),--allow-root) docs/lesson.ipynb
 
 # The same on a real pretrained model: docs/hardware.md
 real: smollm2

@@ -1,5 +1,6 @@
 """tools.explain and tools.gpu_smoke in tiny; the lesson."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ import ettrl
 import restrain
 import scrl
 import ttrl
-from tools import explain
+from engine.run_folder import code_digest
+from tools import demo, explain
 
 
 @pytest.mark.slow
@@ -26,6 +28,32 @@ def test_gpu_smoke_without_a_gpu_fails_the_machine_alone():
     verdicts = re.findall(r"^(PASS|SKIP|FAIL) (.{22}) ", done.stdout, re.MULTILINE)
     failed = [name.strip() for verdict, name in verdicts if verdict == "FAIL"]
     assert len(verdicts) == 16 and failed == ["machine"], done.stdout
+
+
+def test_the_demo_begins_goes_on_is_done_and_stops_where_the_code_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called, script = [], tmp_path / "ttrl.py"
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("subprocess.call", lambda words: called.append(words[2:-2]) or 130)  # Ctrl-C
+    monkeypatch.setattr("subprocess.run", lambda words, check: called.append("report"))
+
+    def stops(words):
+        with pytest.raises(SystemExit, match=words):
+            demo.main()
+
+    script.write_text("1")
+    stops("goes on")
+    demo.RUN.mkdir(parents=True)
+    (demo.RUN / "run.json").write_text(json.dumps(dict(code=code_digest(script))))
+    stops("goes on")
+    (demo.RUN / "final").mkdir()
+    (demo.RUN / "metrics.jsonl").write_text('{"step": 60, "eval/toy_test/pass@1": 0.8}\n')
+    demo.main()
+    assert called == [[], ["--resume"], "report"]
+    script.write_text("2")
+    stops("changed since")
+    (demo.RUN / "final").rmdir()
+    stops("changed since")
 
 
 def test_explain_shows_what_the_scripts_functions_give():

@@ -55,6 +55,8 @@ FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 # Usual names of columns, in any case; the first one that holds something is taken. solution: MATH's
 QUESTIONS = ("question", "problem", "prompt", "messages")
 ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_model", "solution")
+# Behind the choices: what the box must hold, since an option's text in it is no answer
+LETTER = "Give the letter of your choice as the final answer."
 # A choice that speaks of others by their letter or place is wrong in another order
 FIXED_ORDER = re.compile(r"(?i:\b(above|below|both|neither|(all|none) of)\b)|\b[A-J],? (and|or|&) ")
 # name:config:split@revision of the Hub
@@ -233,7 +235,7 @@ def _with_choices(text: str, options: list[str], right: int | None,
     letters = [*zip(LETTERS, order)]
     golds = [] if right is None else [letter for letter, i in letters if options[i] == options[right]]
     lines = [f"{letter}. {options[i]}" for letter, i in letters]
-    return "\n".join([text, "", *lines]).strip(), golds, len(options)
+    return "\n".join([text, "", *lines, "", LETTER]).strip(), golds, len(options)
 
 
 def _comes_back(gold: str) -> bool:

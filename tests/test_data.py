@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from common import Args, Problem
 from engine import data
 from engine.base import UserError
-from engine.data import STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
+from engine.data import LETTER, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
 CSV = "problem,answer\n" + "".join(f"{row['problem']},{row['answer']}\n" for row in ROWS)
@@ -172,7 +172,7 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     gpqa = [{"Question": f" What {i}? ", "Correct Answer": " right", "Incorrect Answer 1": "a",
              "Incorrect Answer 2": 3, "Incorrect Answer 3": "none of these\n"} for i in range(40)]
     problems = load_problems(write(tmp_path / "g.jsonl", gpqa))
-    assert problems[0].question == "What 0? \n\nA. none of these\nB. a\nC. right\nD. 3"
+    assert problems[0].question == "What 0? \n\nA. none of these\nB. a\nC. right\nD. 3\n\n" + LETTER
     assert {p.answer for p in problems} == set("ABCD") and all(p.choices == 4 for p in problems)
     assert all(f"{p.answer}. right" in p.question for p in problems)
 
@@ -185,7 +185,8 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
       for text in ("Both A and B", "None of the above")]])
 def test_options_are_lettered_in_a_seeded_order_unless_one_names_others(tmp_path, row, question, golds):
     problem, = load_problems(write(tmp_path / "a.jsonl", [dict(question="q") | row]))
-    assert (problem.question, [problem.answer, *problem.also_right]) == (question, golds)
+    assert problem.question == f"{question}\n\n{LETTER}"
+    assert [problem.answer, *problem.also_right] == golds
 
 
 # ----------------------------------------- benchmarks and the toy -----------------------------------------

@@ -176,7 +176,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
     for metric in metrics:
         cells = [cell(metric, row) for row in results.values()]
         lines.append(f"{metric:10}" + "".join(f"{text:>{width}}" for text in cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, "+-: the standard error of pass@1, over the problems"])
 
 
 def cell(metric: str, row: dict[str, float]) -> str:

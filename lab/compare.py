@@ -202,13 +202,15 @@ def main(script: Positional[str], on: Literal["uneven", "even"] = "uneven",
         new = [line_of(folder, name, on, seed) for folder, seed in zip(jobs, seeds)]
     except UserError as error:
         sys.exit(f"\nError: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nStopped; the same command goes on.")
     new[0]["lines"] = changed_lines(ROOT / script)  # once a row
     alike = " ".join(["TTRL", *flags])  # TTRL with the same switches: beside it, if it is stored
     kept = [line for line in stored() if line["toy"] == on]
     kept = [line for line in kept if " --" not in line["row"] or line["row"] == alike]
     base = [line for line in kept if line["row"] == alike] or [line for line in kept if line["row"] == "TTRL"]
     print(f"\n{table(kept + new, [on])}\n{name} less {base[0]['row']}", difference(new, base))
-    print("\nIts lines of toy/results.csv:")
+    print("\nIts lines, as toy/results.csv would have them:")
     csv.writer(sys.stdout, lineterminator="\n").writerows(line.values() for line in new)
 
 

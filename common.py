@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine import data, samplers  # first: engine sets what torch reads when it is loaded
+from engine import data, samplers  # keep above torch: engine sets environment variables
 import torch
 import tyro
 from tqdm import tqdm

@@ -37,7 +37,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 from common import Problem, Rollout
 from engine.data import encode_alone, encode_prompt

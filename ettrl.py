@@ -39,7 +39,7 @@ from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Literal
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 from common import Problem, Rollout
 from engine.metrics import mean

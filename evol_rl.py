@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from importlib import resources, util
 from typing import Literal
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 from common import Problem, Rollout, Share
 from engine.base import UserError, first_line, timed

@@ -18,9 +18,9 @@ was of it; weights from the policy would grow with its own overconfidence.
 (Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. Its ratio is one per response; ours
 is one per token, as in GRPO (docs/readings.md). The paper's other numbers: KL coefficient 0.001, entropy
 bonus 0, sampling temperature 1 (D.2). It does not give its clip epsilon.)
-One pass serves all labels. With clip = clip(ratio), min(ratio A, clip A) is A min(ratio, clip) if A >= 0, and
-A max(ratio, clip) if A < 0. So with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0), exactly:
-    sum_j w_j min(ratio A_ij, clip A_ij) = A+_i min(ratio, clip) + A-_i max(ratio, clip)
+One pass serves all labels. With r = ratio and k = clip(ratio), min(r A, k A) is A min(r, k) if A >= 0, and
+A max(r, k) if A < 0. So with A+_i = sum_j w_j max(A_ij, 0) and A-_i = sum_j w_j min(A_ij, 0), exactly:
+    sum_j w_j min(r A_ij, k A_ij) = A+_i min(r, k) + A-_i max(r, k)
 
 Why it works, a worked example: docs/restrain.md. The tables' rows as commands: docs/recipes/restrain.md.
 
@@ -36,7 +36,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 from engine.metrics import mean
 

@@ -39,7 +39,7 @@ import math
 from dataclasses import dataclass
 from statistics import mean
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 
 

@@ -2,7 +2,8 @@
 
 The idea: without labels, the model's own majority answer serves as the label. Sample N responses to a
 problem, let their answers vote, reward every response that agrees with the winner, and take GRPO steps on G
-of them. A wrong label still judges most responses rightly, if most are wrong in other ways (section 4.2).
+of them. Even a wrong label gives most responses the right reward, if most are wrong in another way: they get
+0, as they should (section 4.2).
 
     label      y*  = the most frequent answer among the N responses                               (TTRL Eq. 4)
     reward     R_i = 1[answer_i = y*]                                                             (TTRL Eq. 3)
@@ -25,7 +26,7 @@ Shapes are suffixes: x_N per response of a prompt, x_G per trained one, x_T per 
 import math
 from dataclasses import dataclass
 
-import common  # first: it sets what torch reads when it is loaded
+import common  # keep above torch: it sets environment variables
 import torch
 
 

@@ -71,8 +71,8 @@ def test_the_first_sentences_are_made_of_the_runs_numbers():
              {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
     options = dict(dataset="toy")
     said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), options)
-    assert said.startswith("On test it is right greedily on 6% before and 70% after, sampled on 30% before "
-                           "and 60% after. Without training the base model's vote of 32 (maj@32) is right on "
+    assert said.startswith("Accuracy on test: greedy 6% before, 70% after; sampled 30% before, 60% after. "
+                           "Without training the base model's vote of 32 (maj@32) is right on "
                            "68%; another prompt was not tried. Majorities in")
 
 

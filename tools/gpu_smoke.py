@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from unittest import SkipTest
 
-from engine import options  # first: it sets what torch reads when it is loaded
+from engine import options  # keep above torch: it sets environment variables
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -84,12 +84,12 @@ def what_happened(lines: list[dict], options: dict) -> str:
         return ""
     name, first, last = names[0], evaluated[0], evaluated[-1]
     scores = []
-    for metric, words in ((f"eval/{name}/greedy", "greedily"), (f"eval/{name}/pass@1", "sampled")):
+    for metric, words in ((f"eval/{name}/greedy", "greedy"), (f"eval/{name}/pass@1", "sampled")):
         if metric in last:
             untrained = first is not last and first["step"] == 0 and metric in first
-            before = f"{first[metric]:.0%} before and " if untrained else ""
-            scores.append(f"{words} on {before}{last[metric]:.0%}{before and ' after'}")
-    text = f"On {name} it is right {', '.join(scores)}. "
+            before = f"{first[metric]:.0%} before, " if untrained else ""
+            scores.append(f"{words} {before}{last[metric]:.0%}{before and ' after'}")
+    text = f"Accuracy on {name}: {'; '.join(scores)}. "
     toy = {"": "uneven", "toy": "uneven", "toy_even": "even"}.get(options.get("model"))
     if toy and name == "toy_test":  # measured once, with as many votes as the toy's training has
         known = {}
@@ -116,7 +116,7 @@ def told(lines: list[dict], fates: dict[str, float], options: dict) -> str:
                  f"corrupted (right, then wrong), {fates['learned']:.0%} learned (wrong, then right), "
                  f"{fates['kept']:.0%} kept (right, right), {fates['never']:.0%} never right.")
     if "flip_rate" in fates:
-        text += f" From one vote on a problem to the next {fates['flip_rate']:.0%} of the majorities changed."
+        text += f" Between two votes on the same problem {fates['flip_rate']:.0%} of the majorities changed."
     return text.strip()
 
 

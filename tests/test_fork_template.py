@@ -1,6 +1,7 @@
 """Copy this file for a fork: name your script, and write its formulas in other words. Also docs/fork.md."""
 
 import importlib
+import math
 from statistics import mean, stdev
 from types import SimpleNamespace
 
@@ -13,9 +14,10 @@ from engine.log import Log
 
 fork = load_script("empo")  # yours: "my_idea", for my_idea.py beside ttrl.py
 # Four of eight problems in a step, so each comes up again; a later step may depend on the first two, which
-# another run resumes. Give your own flags, too, with values that are no defaults.
-SHORT = dict(votes=8, train_samples=8, prompts_per_batch=4, steps=5, checkpoint_every=1, keep_checkpoints=5,
-             max_new_tokens=96)
+# another run resumes. Fewer are trained than vote: else a reward that reaches another response is not seen.
+# Give your own flags, too, with values that are no defaults.
+SHORT = dict(votes=8, train_samples=4, prompts_per_batch=4, steps=5, checkpoint_every=1, keep_checkpoints=5,
+             max_new_tokens=96, entropy_high=1.5)
 
 
 def expected_problems(step, earlier):
@@ -23,26 +25,33 @@ def expected_problems(step, earlier):
     return common.next_prompts(SimpleNamespace(prompts_per_batch=4, seed=1), range(8), step)
 
 
-def expected(vote, others, earlier):
-    """(rewards, advantages) of vote.responses, which have the classes vote.classes.
+def expected(vote, trained, others, earlier):
+    """(rewards of vote.responses, which have the classes vote.classes; advantages of those that are trained,
+    None if this prompt must not be).
 
-    others: trained responses that are in no vote (verifications, say). earlier: earlier steps' votes."""
-    rewards = [0 if c is None else vote.classes.count(c) / len(vote.classes) for c in vote.classes]
-    return rewards, [(reward - mean(rewards)) / (stdev(rewards) + 1e-6) for reward in rewards]
+    trained: their indices, or those that were drawn to be. vote.step: from 1 on. others: trained responses
+    that are in no vote (verifications, say). earlier: earlier steps' votes."""
+    counts = [vote.classes.count(c) for c in vote.classes]
+    rewards = [0 if c is None else count / len(counts) for c, count in zip(vote.classes, counts)]
+    answered = len(counts) - vote.classes.count(None)
+    terms = [math.log(answered / count) for c, count in zip(vote.classes, counts) if c is not None]
+    if sum(terms) > 1.5 * answered:  # the entropy of the answers
+        return rewards, None
+    own = [rewards[i] for i in trained]
+    return rewards, [(reward - mean(own)) / (stdev(own) + 1e-6) for reward in own]
 
 
 def expected_others(others, votes):
     return []  # their advantages
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def watched(folder):
     """Five steps on the toy: their votes, what they trained, and how much likelier the update made it."""
-    folder, steps, keep, log_step = tmp_path_factory.mktemp("fork"), [], common.save_when_due, Log.step
+    steps, keep, log_step = [], common.save_when_due, Log.step
     (folder / "few.jsonl").write_text("".join((ROOT / "toy/train.jsonl").open().readlines()[:8]))
 
     def watch(log, step, trained, **own):
-        votes = [SimpleNamespace(**group) for group in log.groups]
+        votes = [SimpleNamespace(**group, step=step) for group in log.groups]
         steps.append(SimpleNamespace(votes=votes, trained=list(trained), gain=0.0))
         log_step(log, step, trained, **own)
 
@@ -60,28 +69,36 @@ def run(tmp_path_factory):
     return SimpleNamespace(folder=folder, options=options, steps=steps)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return watched(tmp_path_factory.mktemp("fork"))
+
+
 def test_the_chosen_problems_vote_and_all_that_is_trained_has_the_formulas_advantage(run):
-    earlier = []
+    earlier, draws = [], SimpleNamespace(seed=1, train_samples=SHORT["train_samples"])
     for number, step in enumerate(run.steps, 1):
         assert [vote.prompt.id for vote in step.votes] == expected_problems(number, earlier)
         voted = {response for vote in step.votes for response in vote.responses}
         others = [response for response in step.trained if response not in voted]
         for vote in step.votes:
-            rewards, advantages = expected(vote, others, earlier)
+            ours = {i: r.advantage for i, r in enumerate(vote.responses) if r in step.trained}
+            drawn = common.subset(draws, number, vote.prompt, len(vote.responses))
+            rewards, theirs = expected(vote, [*ours] or drawn, others, earlier)
             assert vote.rewards == pytest.approx(rewards, abs=1e-5)
-            for response, theirs in zip(vote.responses, advantages, strict=True):
-                ours = response.advantage if response in step.trained else theirs
-                assert ours == pytest.approx(theirs, abs=1e-3)
+            assert bool(ours) == (theirs is not None), f"problem {vote.prompt.id} is trained: {bool(ours)}"
+            assert [*ours.values()] == pytest.approx(theirs or [], abs=1e-3)
         assert [r.advantage for r in others] == pytest.approx(expected_others(others, step.votes), abs=1e-3)
-        assert step.gain > 0, "0: nothing is trained, raise SHORT; below: is the sign of the loss wrong?"
         earlier += step.votes
+    gain = sum(step.gain for step in run.steps)
+    assert gain > 0, "0: nothing is trained, raise SHORT; below: is the sign of the loss wrong?"
 
 
 def test_the_plain_path_gives_the_same_step(run, tmp_path):
-    ours = read_lines(run.folder / "run/metrics.jsonl")[0]
-    plain = run_toy(fork, tmp_path / "plain", plain=True, **run.options)[0]
-    for name in ("loss", "grad_norm", "reward"):
-        assert ours[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-4), name
+    plain = run_toy(fork, tmp_path / "plain", plain=True, **run.options)
+    both = read_lines(run.folder / "run/metrics.jsonl"), plain
+    ours, theirs = [next(line for line in lines if "loss" in line) for lines in both]  # the first that trains
+    for name in ("step", "loss", "grad_norm", "reward"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=1e-4), name
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, tmp_path):

@@ -1,5 +1,6 @@
 """docs/fork.md, followed: every diff is applied to ttrl.py, and the command behind it shows what it says."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_fork_template as template
 from conftest import ROOT, SMALL, run_toy
 
 import common
@@ -48,3 +50,47 @@ def test_the_guide_was_followed(number, tmp_path, monkeypatch):
         else:
             printed = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60).stdout
     assert printed, line
+
+
+# ------------------------------------------------ a fork's own test ---------------------------------------
+VOTE = "            log.vote(prompt, responses, classes_N, rewards_N, label=common.majority(classes_N))\n"
+SKIP = "            if rewards_N.mean() < {} * (1 - step / run.total_steps):\n                continue\n"
+FORKS = [  # changed lines of ttrl.py; the least share of the majority that is trained: this, then ever less
+    (VOTE, VOTE + SKIP.format(.6), .6, "right"),
+    (VOTE, VOTE + SKIP.format(1.3), 1.3, "right"),  # the first step trains nothing
+    (VOTE, VOTE + SKIP.format(.6).replace("1 - step", "step"), .6, "is trained: "),
+    (VOTE, SKIP.format(.6) + VOTE, .6, r"assert \[\d"),  # other problems vote
+    ("rewards_N[trained_G]", "rewards_N[:len(trained_G)]", 0, "approx"),
+    ("= group_advantages(", "= -group_advantages(", 0, "approx"),
+    ("pg_T = -torch", "pg_T = torch", 0, "sign of the loss"),
+    ("(logp_T - micro.old_logp_T)", "(micro.old_logp_T - logp_T)", 0, "sign of the loss")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(FORKS)))
+def test_a_forks_test_tells_a_wrong_fork_from_a_right_one(number, tmp_path, monkeypatch):
+    old, new, least, verdict = FORKS[number]
+    (tmp_path / f"fork{number}.py").write_text((ROOT / "ttrl.py").read_text().replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def expected(vote, trained, others, earlier):
+        winners = [float(c is not None and c == common.majority(vote.classes)) for c in vote.classes]
+        if sum(winners) / 8 < least * (1 - vote.step / 5):
+            return winners, None
+        own = [winners[i] for i in trained]
+        spread = template.stdev(own) + 1e-6
+        return winners, [(winner - template.mean(own)) / spread for winner in own]
+
+    monkeypatch.setattr(template, "fork", importlib.import_module(f"fork{number}"))
+    monkeypatch.setattr(template, "expected", expected)
+    monkeypatch.delitem(template.SHORT, "entropy_high")
+    run = template.watched(tmp_path)
+    first, *others = [test for name, test in vars(template).items() if name.startswith("test_")]
+    if verdict != "right":
+        with pytest.raises(AssertionError, match=verdict):
+            first(run)
+        return
+    first(run)
+    for test in others:
+        (tmp_path / test.__name__).mkdir()
+        test(run, tmp_path / test.__name__)

@@ -1,6 +1,5 @@
 """docs/fork.md, followed: every diff is applied to ttrl.py, and the command behind it shows what it says."""
 
-import importlib
 import importlib.util
 import re
 import shlex
@@ -85,12 +84,11 @@ def test_a_forks_test_tells_a_wrong_fork_from_a_right_one(number, tmp_path, monk
     monkeypatch.setattr(template, "expected", expected)
     monkeypatch.delitem(template.SHORT, "entropy_high")
     run = template.watched(tmp_path)
-    first, *others = [test for name, test in vars(template).items() if name.startswith("test_")]
+    tests = [test for name, test in vars(template).items() if name.startswith("test_")]
     if verdict != "right":
         with pytest.raises(AssertionError, match=verdict):
-            first(run)
+            tests[0](run)
         return
-    first(run)
-    for test in others:
-        (tmp_path / test.__name__).mkdir()
-        test(run, tmp_path / test.__name__)
+    tests[0](run)
+    for test in tests[1:]:
+        test(run, tmp_path)

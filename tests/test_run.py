@@ -142,6 +142,12 @@ def test_votes_and_scores_are_gathered_and_no_tokens(tokens, few, tmp_path, monk
     assert len(gathered) == 6 and max(gathered) < 8 * 60  # bytes a problem
 
 
+def test_a_small_model_computes_in_one_thread_whatever_its_name(llama, tmp_path):
+    torch.set_num_threads(2)
+    common.start(toy_args(ttrl, model=str(llama), out=str(tmp_path / "run")), train=False)
+    assert torch.get_num_threads() == 1
+
+
 # ------------------------------------------------ the loop's functions ------------------------------------
 def test_learning_rate_by_hand():
     rates = [common.learning_rate(common.Args(lr=1.0, warmup=0.2), step, 10) for step in range(1, 11)]

@@ -386,12 +386,12 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
     invalid = int(diff.isnan().sum())  # of single tokens, vLLM's log-prob may be NaN
     diff = diff[diff.isfinite()]  # the update skips and counts what is not
     largest, average = (float(diff.max()), float(diff.mean())) if len(diff) else (0.0, 0.0)
-    first = run.log.first_diff  # 0: this is the first step
-    run.log.first_diff = first or average
+    limit = max(0.1, 5 * run.log.first_diff)  # in the first step it is 0
+    first = run.log.first_diff = run.log.first_diff or average
     if run.dtype == torch.float32:
         wrong = largest > samplers.MAX_LOGP_DIFF
     else:
-        wrong = average > max(0.1, 5 * first)
+        wrong = average > limit
         if average > 0.05:
             print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     if wrong:

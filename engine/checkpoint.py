@@ -91,18 +91,16 @@ def steps_done(run_folder: Path, every: int, run_id: str | None) -> int:
     """The step of the newest checkpoint; 0 if there is none and none was due (every: steps between them).
     What a killed run was writing is removed.
 
-    Raises UserError if one was due, or if the newest one is damaged or another run's."""
+    Raises UserError if one was due, or if the newest one is damaged, renamed or another run's."""
     def read() -> int:
         for folder in (run_folder / "checkpoints").glob("*.partial"):
             shutil.rmtree(folder)
         for newest in complete(run_folder)[:1]:
-            state = json.loads((newest / "state.json").read_text())
-            if state.get("run") != run_id:  # it would go on from other weights
-                raise UserError(f"--resume: {newest} is a checkpoint of another run; delete it.")
-            # with a file missing torch loads half of the tensors and says nothing
-            if state["step"] != int(newest.name[5:]) or state["files"] != sizes(newest):
-                raise ValueError(f"the files of {newest.name} are not those that were written")
-            return state["step"]
+            state, step = json.loads((newest / "state.json").read_text()), int(newest.name[5:])
+            # else it goes on from other weights; and with a file missing torch loads half and says nothing
+            if state != state | dict(run=run_id, step=step, files=sizes(newest)):
+                raise ValueError(f"{newest.name} is not what this run wrote")
+            return step
         steps = [line["step"] for line in read_jsonl(run_folder / "metrics.jsonl")]
         if max(steps, default=0) > every or (run_folder / "final").exists():  # it would begin anew
             raise UserError(f"--resume: the run in '{run_folder}' has made steps, but has no checkpoint; "

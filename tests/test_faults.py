@@ -223,7 +223,7 @@ def test_another_runs_checkpoint_is_refused_and_another_code_is_told(tmp_path, i
     shutil.copytree(interrupted, out)
     run = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(run | dict(id="another", code=1)))
-    with pytest.raises(UserError, match="step_00000004 is a checkpoint of another run; delete it"):
+    with pytest.raises(UserError, match="step_00000004 is not what this run wrote.; delete it"):
         run_toy(ttrl, out, **STEPS, resume=True)
     assert f"this is other code than the run in '{out}' began with" in capsys.readouterr().out
 
@@ -247,12 +247,14 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 # ---------------------------------------- folders that are not the run's -----------------------------------
-@pytest.mark.parametrize("script, flags", [("ttrl", TINY), ("evaluate", dict(samples=1))])
-def test_somebodys_own_file_is_not_written_over(tmp_path, launch, script, flags):
-    (tmp_path / "results.json").write_text("mine")
+@pytest.mark.parametrize("script, flags, names", [
+    ("ttrl", TINY, ["run.json", "votes.jsonl"]), ("evaluate", dict(samples=1), ["results.json"])])
+def test_somebodys_own_file_is_not_written_over(tmp_path, launch, script, flags, names):
+    for name in names:
+        (tmp_path / name).write_text("mine")
     code, _, errors = launch(script, out=tmp_path, **flags)
     assert code == 2 and "which is not empty; give another folder" in errors
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("results.json", "mine")]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(names, "mine")
 
 
 CONTENT = dict(model="./model", dataset="data.jsonl", eval="bench.jsonl", out="run", eval_samples=1,

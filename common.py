@@ -396,10 +396,10 @@ def check_sampler(run: Run, train: list[Rollout]) -> dict[str, float]:
             print0(f"Warning: sampler and trainer log-probs differ by {average:.3f} on average.")
     if wrong:
         raise UserError(f"sampler and trainer disagree: their log-probs differ by up to {largest:.2g}, "
-                        f"{average:.2g} on average, {first:.2g} in the first step (in float32 at most "
-                        f"{samplers.MAX_LOGP_DIFF} is allowed). Either --sampler computes this model "
-                        "otherwise, or its weights or its prefix cache are stale, or tokens that it did not "
-                        "write have no mask 0.")
+                        f"{average:.2g} on average, {first:.2g} in the first step (allowed: "
+                        f"{samplers.MAX_LOGP_DIFF} of a token in float32, {limit:.2g} on average in "
+                        "bfloat16). Either --sampler computes this model otherwise, or its weights or its "
+                        "prefix cache are stale, or tokens that it did not write have no mask 0.")
     return dict(logp_diff_max=largest, logp_diff_mean=average, logp_nan=invalid)
 
 

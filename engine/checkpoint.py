@@ -112,8 +112,8 @@ def steps_done(run_folder: Path, every: int, run_id: str | None) -> int:
 
 def damaged(run_folder: Path):
     """The sentence for it. The user deletes it, not we: who copied half may still have the other half."""
-    return lambda reason: (f"--resume: the newest checkpoint in {run_folder / 'checkpoints'} is damaged "
-                           f"({reason}); delete it, and the one before it is used.")
+    return lambda reason: (f"--resume: the newest checkpoint in {run_folder / 'checkpoints'} is damaged or "
+                           f"another run's ({reason}); delete it, and the one before it is used.")
 
 
 def load(run_folder: Path, step: int, policy, optimizer) -> dict:

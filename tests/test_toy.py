@@ -26,7 +26,7 @@ def test_the_demo_learns(tmp_path):
     """TTRL's greedy accuracy on problems that it does not train on ends above its base model's vote."""
     unseen = tmp_path / "unseen.jsonl"  # a quarter of the test problems
     unseen.write_text("".join((ROOT / "toy/test.jsonl").read_text().splitlines(keepends=True)[:256]))
-    flags = toy_of(ttrl) | dict(eval=str(unseen), eval_every=0)
+    flags = toy_of(ttrl) | dict(eval=str(unseen), eval_samples=8, eval_every=0)
     start, *steps, end = run_toy(ttrl, tmp_path / "run", **flags)
     assert end[f"eval/{unseen}/greedy"] > start[f"eval/{unseen}/maj@8"] + .1
     assert end[f"eval/{unseen}/greedy"] > 5 * start[f"eval/{unseen}/greedy"] > 0

@@ -18,7 +18,7 @@ _OR = "or ou oder \\lor \u0438\u043b\u0438 \ub610\ub294".split()
 _AND = "and et und \u0438 AND".split()
 _SEPARATORS = (",", ";", *_AND, *_OR)
 _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to if when where for otherwise
-    \cdot \times \} \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
+    \cdot \times \} \forall \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
     nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
@@ -31,9 +31,19 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|USD?|EUR|RMB)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
+# c\in\mathbb{R}, where k is an integer, for any real c: k, m and n are integers, and others are none;
+# x is alone (not x^2, x, c\in\mathbb{R})
+_SAID = r"(?:for|where|\\forall|any|all|every|some|arbitrary|real|integers?|constants?|numbers?|is|an?)"
+_CONSTANT = re.compile(
+    rf"(?=.*(?:\\in|all|any|every|some|real|integer|constant))(?!.*[xyzt] ,|.*, [xyzt]\b)"
+    r"(?!(?=.*(?:Z|integer)).*\b[a-jlo-z]\b|(?=.*(?:R|real)).*\b[kmn]\b)"
+    rf"\(? ?(?:{_SAID} )*([a-z](?: , [a-z])*)(?: \\in (?:\\mathbb )?(?:\{{ )?[RZ](?: \}})?| {_SAID})*(?: \))?")
+_REPEATING = r"(\d+\.\d*?)(?:(\d{1,3}?)\2{2,}\\ldots|\\(?:overline|bar|dot)\{?(\d+)\}?)"
+_GROUPS = r" ?[1-9]\d{0,2}(?:,\d{3}){1,6}(?:\.\d+)?"
+_PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.!^])"  # of a mixed number
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "infty")
-_REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
+REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
 
 
 class NotMath(Exception):
@@ -63,6 +73,11 @@ def walk(node: tuple):
             yield from walk(part)
 
 
+def all_but(one: tuple) -> tuple:
+    """The real numbers without one of them."""
+    return (r"\cup", ("group", "(", ")", minus(INFINITY), one), ("group", "(", ")", one, INFINITY))
+
+
 class Parser:
     """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
@@ -70,6 +85,7 @@ class Parser:
         self.tokens, self.at = [*tokens, *[Token("")] * 3], 0  # peek looks up to two back
         self.bars = False  # within |..|
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
+        self.grouped, self.ends = 0, ()  # numbers such as 1,000; what closes the list at hand
         while self.match(_BEFORE):
             pass
 
@@ -91,7 +107,7 @@ class Parser:
 
     def match(self, pattern: str, step: bool = True, space: str = "") -> re.Match | None:
         """What matches at the beginning of the next 16 tokens, joined without spaces; step over these."""
-        near = [space * (t.space and t.isalpha()) + t for t in self.tokens[self.at:self.at + 16]]
+        near = [space * (t.space and t.isalnum()) + t for t in self.tokens[self.at:self.at + 16]]
         found, ends = re.match(pattern, "".join(near)), [0, *accumulate(map(len, near))]
         if not found or step and found.end() not in ends:  # only a part of a token
             return None
@@ -100,20 +116,35 @@ class Parser:
 
     def items(self, *ends: str, anew: bool = False) -> tuple:
         """Statements up to one of these tokens: ("list" or "or", ...), or the only one."""
-        nodes, signs, joint = [], set(), True
+        nodes, signs, joint, grouped = [], set(), True, set()
+        outer, self.ends = self.ends, ends
         while self.peek() not in ("", *ends):
+            if self.constants():
+                self.at = len(self.tokens) - 3
+                break
             if not joint:
                 raise NotMath
+            before = self.grouped
             nodes += self.item(anew or not self.depth)
+            grouped.add(self.grouped > before)
             joint = False
             while sign := self.take(*_SEPARATORS):
                 joint = True
                 signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
         if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
             raise NotMath  # 1, 2; 3, 4
+        if len(grouped) > 1:
+            raise NotMath  # 1,200, 300
         if len({part[2] for part in walk(("list", *nodes)) if part[0] == "unit"}) > 1:
             raise NotMath  # 5 ft, 6 in; 5 boys:3 girls
+        self.ends = outer
         return joined("or" if "or" in signs else "list", nodes)
+
+    def constants(self) -> bool:
+        """Whether all that follows says what a constant is, which occurs before."""
+        found = not self.depth and _CONSTANT.fullmatch(" ".join(self.tokens[self.at:-3]))
+        before = "".join(filter(str.isalpha, self.tokens[:self.at]))
+        return found and any(letter in before for letter in found[1].split(" , "))
 
     def item(self, anew: bool) -> list[tuple]:
         r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
@@ -184,7 +215,7 @@ class Parser:
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
         t = self.peek()
-        return t not in _NO_FACTOR and not (t == "|" and self.bars)
+        return t not in _NO_FACTOR and not (t == "|" and self.bars) and not (t == "(" and self.constants())
 
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it. One without \\text{} stands in
@@ -232,10 +263,17 @@ class Parser:
             raise NotMath
         t = self.expect()
         name = t.removeprefix("\\")
-        if t[0].isdecimal():
-            node = self.symbol(t) if self.match(r"_|\^?\{?'", step=False) else number(t)  # 52_8, 5'
+        if t[0].isdecimal() and self.match(r"_|\^?\{?'", step=False):  # 52_8, 5'
+            node = self.symbol(t)
+        elif t[0].isdecimal():
+            self.at -= 1
+            node = self.number()
         elif t == "$":
             node = ("unit", self.product(), "$")
+        elif t == "(" and (digits := self.match(r"(\d+)\)(?=_)")):  # (52)_8
+            node = self.symbol(digits[1])
+        elif t == r"\{" and self.take(r"\begin"):  # a brace before a system
+            node = self.environment()
         elif t in ("(", "[", r"\{"):
             node = self.group(t)
         elif t == "{":
@@ -246,6 +284,12 @@ class Parser:
             node = (t, self.sum())
             self.bars = bars
             self.expect(t.replace(r"\l", r"\r"))
+        elif t == r"\mathbb" and (letter := self.match(r"\{?([EPR])\}?(?![_^])")):
+            node = self.reals() if letter[1] == "R" else self.symbol(letter[1])
+        elif t == r"\emptyset":
+            node = ("set",)
+        elif t == r"\frac" and (d := self.match(r"\{(d\\?[a-zA-Z]*)\}\{(d[a-z])\}")):
+            node = self.symbol(f"{d[1]}/{d[2]}'") if d[1] != "d" else None
         elif t == r"\frac":
             node = ("*", self.argument(), ("inverse", self.argument()))
         elif t == r"\binom":
@@ -268,9 +312,33 @@ class Parser:
         elif t in _LETTERS:
             node = self.symbol(t)
         else:
+            node = None
+        if not node:
             raise NotMath
         self.depth -= 1
         return node
+
+    def number(self) -> tuple:
+        r"""1,000, 0.1\overline{6}, 1\frac12, 2e5, 5 million."""
+        before, t = self.peek(-1), self.peek()
+        behind = "(?=, )" if ")" in self.ends and before != "," else r"(?!,?\d)"  # (1,200) is a point
+        if repeating := self.match(_REPEATING):
+            start, period = filter(None, repeating.groups())
+            nines = (10 ** len(period) - 1) * 10 ** len(start.partition(".")[2])
+            value = Fraction(start) + Fraction(int(period), nines)
+        elif (before != "," or t.space) and (groups := self.match(_GROUPS + behind, space=" ")):
+            self.grouped += 1
+            value = Fraction(groups[0].replace(",", ""))
+        else:
+            value = Fraction(self.expect())
+        if before == "," and re.fullmatch(r"0\d+", t):
+            raise NotMath  # 1,2,000
+        follows = t.isdigit() and before not in ("^", r"\sqrt", r"\frac") and not before[:1].isdigit()
+        if follows and (part := self.match(_PART)):
+            value += Fraction(*map(int, filter(None, part.groups())))
+        if self.take("million", "Million"):
+            value *= 10 ** 6
+        return ("number", value)
 
     def letters(self, t: Token) -> tuple:
         r"""A name (x, AB), a product of letters (xy, AB^2), or words: in \text{}, in a row, or alone."""
@@ -336,6 +404,14 @@ class Parser:
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node
 
+    def reals(self) -> tuple:
+        r"""The real numbers, or all but one: \mathbb{R}\setminus\{1\}."""
+        if not self.match(r"(?:\\setminus|\\backslash|-)\\\{"):
+            return REALS
+        one = self.sum()
+        self.expect(r"\}")
+        return all_but(one)
+
     def group(self, opening: str) -> tuple:
         r"""(5), a point, an interval ([1, 2)), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
         bars, self.bars = self.bars, opening == r"\{"
@@ -344,7 +420,7 @@ class Parser:
         parts = node[1:] if node[0] == "list" else [node]
         if opening == r"\{" and self.take("|", ":"):  # {x | x > 1} is x > 1
             self.bars, rule = False, self.items(r"\}")
-            name = node[2] if node[3:] == (_REALS,) else node
+            name = node[2] if node[3:] == (REALS,) else node
             node = rule if name[0] == "symbol" and name in walk(rule) else None
             self.expect(r"\}")
         elif opening == r"\{":
@@ -363,6 +439,7 @@ class Parser:
         name = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}")  # vmatrix is a determinant
         rows, row, t = [], [], "&"
         while t != r"\end":
+            self.take(*["if", "for", "when"] * bool(row))
             row.append(self.items("&", r"\\", r"\end", anew=True))
             t = self.expect("&", r"\\", r"\end")
             if t != "&":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from string import ascii_lowercase
 
-from answers.grammar import INFINITY, NotMath, Parser, minus, number, walk
+from answers.grammar import INFINITY, NotMath, Parser, all_but, minus, number, walk
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import kinds_in, names_in, real, text_of, values_of
 
@@ -196,7 +196,7 @@ def _interval(node: tuple) -> tuple:
     found = ("group", "(["[ops[0] != "<"], ")]"[ops[1] != "<"], below, above)
     if node[1] == (r"\ne",):
         other = above if below == minus(INFINITY) else below
-        found = (r"\cup", ("group", "(", ")", minus(INFINITY), other), ("group", "(", ")", other, INFINITY))
+        found = all_but(other)
     return ("relation", (r"\in",), name, found)
 
 

@@ -10,7 +10,7 @@ _ALIASES = {  # a command: those that mean the same
     r"\frac": "dfrac tfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
     "<": "lt", ">": "gt", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
     "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
-    r"\lor": "vee", r"\ldots": "dots cdots dotsc",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", "P": "Pr",
     r"\approx": "simeq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
     "i": "imath", "j": "jmath", "'": "prime",
@@ -26,7 +26,7 @@ STYLES = "|".join(_ALIASES[""].split())
 _SIGNS = """\u2044\u00f7 / \u2212\u2010\u2013\u2014 - \u27e8 \\langle \u27e9 \\rangle \u00d7 \\times
     \u00b7\u22c5\u2217 \\cdot \u00b0\u00ba\u02da ^\\circ \u221e \\infty \u2264\u2266\u2a7d \\le
     \u2265\u2267\u2a7e \\ge \u2260 \\ne \u2248 \\approx \u2261 \\equiv \u00b1 \\pm \u222a \\cup \u2229 \\cap
-    \u2208 \\in \u221a \\sqrt \u2205 \\{\\} \u230a \\lfloor \u230b \\rfloor \u2308 \\lceil \u2309 \\rceil
+    \u2208 \\in \u221a \\sqrt \u2205 \\emptyset \u230a \\lfloor \u230b \\rfloor \u2308 \\lceil \u2309 \\rceil
     \u211d \\mathbb{R} \u3001 , \u3002 . \u2236 : \u201c\u201d " \u6216 \\text{~or~}
     \u548c\u4e14 \\text{~and~} \u2713 \\checkmark \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta
     \u03bb \\lambda \u03bc \\mu \u03c0 \\pi \u03c3 \\sigma \u03c6 \\phi \u03c9 \\omega \u0394 \\Delta
@@ -57,21 +57,6 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
                         r"|(?:[ck]?m|ft|mi)/ ?(?:h|hr|min|s|sec)(?:\^\{?\d\}?)?)")
 
 
-def _thousands(match: re.Match) -> str:
-    """Without the commas of 1,000, if each part has such a number: 1,200, 300 has not, (1,200) is a point."""
-    parts = [part for part in re.split(", |and|or|[:;]", match[0]) if re.search(r"\d", part)]
-    grouped = all(re.search(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3}){1,6}(?![\d,])", part) for part in parts)
-    point = re.search(r"(?:[(\[]|\\\{)\d+(?:,\d+)+\\?[)\]}]", match[0])
-    return re.sub(r"(?<=\d),(?=\d{3})", "", match[0]) if grouped and not point else match[0]
-
-
-def _repeating(match: re.Match) -> str:
-    """The fraction of a repeating decimal: of 0.1 and the period 6 it is 15/90."""
-    whole, digits, period = match.groups()
-    numerator = int(whole + digits + period) - int("0" + whole + digits)
-    return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
-
-
 _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 # What is seen better in text than in tokens, in this order: a name, an example, a pattern, what is put there.
 _TABLE = r"""
@@ -83,48 +68,28 @@ nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\[!>] ?|\\(?:left|right|displayst
 layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
         |(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)
 bold   **5**   ^\*+([^*]+)\*+$   \1
-comma   x=1\quad y=2   [, ]*(?:\\q?quad[, ]*)+   ,\t
 dots   1, ..., 9   \.\.\.   \\ldots\t
+comma   x=1\quad y=2   [, ]*(?:\\q?quad[, ]*)+   ,\t
 ends   =5.   (?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^(?:[,;= ]|\\Rightarrow)+   \1
 frame   \boxed{5}   ^(?:\\(?:STYLES)(?![a-z]) ?|\{)+((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}+$   \1
 degrees   20^\circ\text{C}   \^ ?(?:\{ ?\\circ ?\}|\\circ)(?: ?OPENED ?[CF]\b\}?)?   \\degree\t
-derivative   \frac{dy}{dx}   \\[dt]?frac ?\{ ?d ?(\\?[a-zA-Z]*) ?\}\{ ?d ?([a-z]) ?\}   \\overline{d\1 d\2}'
-all but one   \mathbb{R}\setminus\{1\}   (?:[a-z] ?\\in ?)?\\mathbb ?\{?R\}? ?(?:\\setminus|\\backslash|-)
-         ?\\\{ ?([^{},]*)\\\}   x\\ne \1
 all   all reals   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R}
 none   no roots   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
 vector   \langle1,2\rangle   \\langle([^<>]*,[^<>]*)\\rangle   (\1)
-base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
 modulus   3 (mod 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
-time   3:05 pm   (?<=:\d\d) ?OPENED ?([apAP])\.? ?[mM]\.? ?\}?$
-thousands   1,000   ^.*\d,\d{3}.*$
+morning   3:05 am   (?<=:\d\d) ?OPENED ?[aA]\.? ?[mM]\.? ?\}?$   :a
+evening   3:05 pm   (?<=:\d\d) ?OPENED ?[pP]\.? ?[mM]\.? ?\}?$   :p
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)|(?<=\b0),(?=0\d)   .
-dots period   0.1666\ldots   \.(\d*?)(\d{1,3}?)\2{2,}\\[lc]?dots(?![a-z])   .\1\\overline{\2}
-period   0.\overline{3}   (\d*)\.(\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?
-empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
-mixed number   1 1/2   (?<=\d) (\d+) ?/ ?(\d+)(?![\d.])   \\frac{\1}{\2}
-mixed fraction   1\frac12   (?<![\d.^_])(?<!sqrt)(?<!frac)(\d+) ?(\\[dt]?frac ?
-        (?:\d ?\d|\{ ?\d+ ?\} ?\{ ?\d+ ?\}))(?! ?[!^])   (\1+\2)
-power of ten   2e5   ((?:^|[=,(]) ?-?)((?:1|\d*\.\d+)(?=[eE])|\d+(?=[eE](?:\d|[-+]\d\d)))[eE]([-+]?\d+)
-        (?= ?(?:$|[,)]|\\text|\\m|\\d))   \1\2\\cdot 10^{\3}
-million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
 rounding   5 (approx.)   \s?OPENED ?\((?i:approx|rounded|to the)[^()]*\)\}?$
-constants   k\pi, k\in\mathbb{Z}   (?:,|\\text\{,?|\((?=[a-z] ?\\in)|(?=for\b|where\b|\\forall)) ?
-        (?=.*(?:\\in|all|any|every|some|real|integer|constant))
-        (?!(?=.*(?:\bZ|integer)).*\b[a-jlo-z]\b|(?=.*(?:\bR|real)).*\b[kmn]\b)
-        (?:(?:\\text|\\forall|\\in|\\mathbb|for|where|any|all|every|some|real|numbers?|integers?
-        |arbitrary|constants?|is|an?|[a-z]|[RZ])(?![a-zA-Z])[{}, ]*)+\)?$
-case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
-system   \{\begin{a}1\end{a}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
-reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)
-"""  # alone, 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten; 2e-1 has Euler's e
-_NEW = dict(thousands=_thousands, period=_repeating, time=lambda match: ":" + match[1].lower())
+"""
 REWRITES = []
 for line in re.sub(r"\n {8}", "", _TABLE).strip().splitlines():
     name, example, pattern, *new = re.split(" {3}", line)
     pattern = re.compile(pattern.replace("OPENED", _OPENED).replace("STYLES", STYLES))
-    REWRITES.append((name, example, pattern, _NEW.get(name, "".join(new))))
-_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
+    REWRITES.append((name, example, pattern, "".join(new)))
+# 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten, 2e-1 has Euler's e
+_TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|(?:\b1|\d*\.\d+|\d+(?=[eE](?:\d|[-+]\d\d)))[eE][-+]?\d{1,3}(?![\w.])"
+                    r"|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
                     r"|[<>]=|\s+|.", re.DOTALL)
 
 

@@ -31,14 +31,16 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"|(?:\(?[A-J]\)|[A-J]\.|(?:Rs|USD?|EUR|RMB)\.?)"
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
-# c\in\mathbb{R}, where k is an integer, for any real c: k, m and n are integers, and others are none;
-# x is alone (not x^2, x, c\in\mathbb{R})
+# what a constant is, at the end: (c\in\mathbb{R}), where k is an integer, for any real c
 _SAID = r"(?:for|where|\\forall|any|all|every|some|arbitrary|real|integers?|constants?|numbers?|is|an?)"
+_IN = r"\\in (?:R|(?:\\mathbb )?(?:Z|\{ Z \})|\( - \\infty , \\infty \))"
 _CONSTANT = re.compile(
-    rf"(?=.*(?:\\in|all|any|every|some|real|integer|constant))(?!.*[xyzt] ,|.*, [xyzt]\b)"
-    r"(?!(?=.*(?:Z|integer)).*\b[a-jlo-z]\b|(?=.*(?:R|real)).*\b[kmn]\b)"
-    rf"\(? ?(?:{_SAID} )*([a-z](?: , [a-z])*)(?: \\in (?:\\mathbb )?(?:\{{ )?[RZ](?: \}})?| {_SAID})*(?: \))?")
-_REPEATING = r"(\d+\.\d*?)(?:(\d{1,3}?)\2{2,}\\ldots|\\(?:overline|bar|dot)\{?(\d+)\}?)"
+    r"(?<!\S)(?=.*(?:\\in|all|any|every|some|real|integer|constant))"
+    r"(?!(?=.*(?:Z|integer)).*\b[a-jlo-z]\b|(?=.*(?:R|real|infty)).*\b[kmn]\b)"  # integers are k, m and n
+    rf"(?:, |\( |(?={_SAID} ))(?:{_SAID} )*"
+    r"([a-z]|[a-su-w](?: , [a-su-w])+)"  # not x^2, x, c\in\mathbb{R}
+    rf"(?: {_IN}| {_SAID})*(?: \))?$")
+_REPEATING = r"(\d+\.\d{0,18}?)(?:(\d{1,3}?)\2{2,}\\ldots|\\(?:overline|bar|dot)\{?(\d{1,18})\}?)"
 _GROUPS = r" ?[1-9]\d{0,2}(?:,\d{3}){1,6}(?:\.\d+)?"
 _PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.!^])"  # of a mixed number
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
@@ -73,6 +75,13 @@ def walk(node: tuple):
             yield from walk(part)
 
 
+def without_unit(node: tuple) -> tuple:
+    """The number that a percentage or an angle in degrees is."""
+    if node[-1] == "%":
+        return ("*", node[1], number(Fraction(1, 100)))
+    return ("*", node[1], ("constant", "pi"), number(Fraction(1, 180))) if node[-1] == r"\degree" else node
+
+
 def all_but(one: tuple) -> tuple:
     """The real numbers without one of them."""
     return (r"\cup", ("group", "(", ")", minus(INFINITY), one), ("group", "(", ")", one, INFINITY))
@@ -82,10 +91,14 @@ class Parser:
     """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
     def __init__(self, tokens: list[Token]):
+        said = _CONSTANT.search(" ".join(tokens[-16:]))
+        before = tokens[:-len(said[0].split())] if said else tokens
+        if said and re.search(f"[{said[1]}]", "".join(filter(str.isalpha, before))):
+            tokens = before
         self.tokens, self.at = [*tokens, *[Token("")] * 3], 0  # peek looks up to two back
         self.bars = False  # within |..|
         self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
-        self.grouped, self.ends = 0, ()  # numbers such as 1,000; what closes the list at hand
+        self.ends = ()  # what closes the list at hand
         while self.match(_BEFORE):
             pass
 
@@ -116,35 +129,22 @@ class Parser:
 
     def items(self, *ends: str, anew: bool = False) -> tuple:
         """Statements up to one of these tokens: ("list" or "or", ...), or the only one."""
-        nodes, signs, joint, grouped = [], set(), True, set()
+        nodes, signs, joint = [], set(), True
         outer, self.ends = self.ends, ends
         while self.peek() not in ("", *ends):
-            if self.constants():
-                self.at = len(self.tokens) - 3
-                break
             if not joint:
                 raise NotMath
-            before = self.grouped
             nodes += self.item(anew or not self.depth)
-            grouped.add(self.grouped > before)
             joint = False
             while sign := self.take(*_SEPARATORS):
                 joint = True
                 signs.add("or" if sign in _OR else "and" if sign in _AND else sign)
         if signs & {"and", ","} and ";" in signs or {"and", "or"} <= signs:
             raise NotMath  # 1, 2; 3, 4
-        if len(grouped) > 1:
-            raise NotMath  # 1,200, 300
         if len({part[2] for part in walk(("list", *nodes)) if part[0] == "unit"}) > 1:
             raise NotMath  # 5 ft, 6 in; 5 boys:3 girls
         self.ends = outer
         return joined("or" if "or" in signs else "list", nodes)
-
-    def constants(self) -> bool:
-        """Whether all that follows says what a constant is, which occurs before."""
-        found = not self.depth and _CONSTANT.fullmatch(" ".join(self.tokens[self.at:-3]))
-        before = "".join(filter(str.isalpha, self.tokens[:self.at]))
-        return found and any(letter in before for letter in found[1].split(" , "))
 
     def item(self, anew: bool) -> list[tuple]:
         r"""A statement; two of one with \pm, which is parsed twice. In brackets \pm is the outer item's."""
@@ -201,6 +201,8 @@ class Parser:
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
+            elif last[0] == "number" and before.isdigit() and (part := self.match(_PART)):
+                factors[-1] = number(last[1] + Fraction(*map(int, filter(None, part.groups()))))
             elif not self.starts_factor():
                 break
             elif t[0].isdigit() and (before not in ")!" or last[0] in ("number", "symbol", "constant")):
@@ -215,7 +217,7 @@ class Parser:
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
         t = self.peek()
-        return t not in _NO_FACTOR and not (t == "|" and self.bars) and not (t == "(" and self.constants())
+        return t not in _NO_FACTOR and not (t == "|" and self.bars)
 
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it. One without \\text{} stands in
@@ -270,12 +272,11 @@ class Parser:
             node = self.number()
         elif t == "$":
             node = ("unit", self.product(), "$")
-        elif t == "(" and (digits := self.match(r"(\d+)\)(?=_)")):  # (52)_8
-            node = self.symbol(digits[1])
-        elif t == r"\{" and self.take(r"\begin"):  # a brace before a system
-            node = self.environment()
         elif t in ("(", "[", r"\{"):
             node = self.group(t)
+            if node == REALS and self.match(r"(?:\\setminus|\\backslash|-)\\\{"):
+                node = all_but(self.sum())
+                self.expect(r"\}")
         elif t == "{":
             node = self.items("}")
             self.expect("}")
@@ -284,10 +285,6 @@ class Parser:
             node = (t, self.sum())
             self.bars = bars
             self.expect(t.replace(r"\l", r"\r"))
-        elif t == r"\mathbb" and (letter := self.match(r"\{?([EPR])\}?(?![_^])")):
-            node = self.reals() if letter[1] == "R" else self.symbol(letter[1])
-        elif t == r"\emptyset":
-            node = ("set",)
         elif t == r"\frac" and (d := self.match(r"\{(d\\?[a-zA-Z]*)\}\{(d[a-z])\}")):
             node = self.symbol(f"{d[1]}/{d[2]}'") if d[1] != "d" else None
         elif t == r"\frac":
@@ -319,23 +316,18 @@ class Parser:
         return node
 
     def number(self) -> tuple:
-        r"""1,000, 0.1\overline{6}, 1\frac12, 2e5, 5 million."""
+        r"""5, 1,000, 0.1\overline{6}, 2e5, 5 million."""
         before, t = self.peek(-1), self.peek()
         behind = "(?=, )" if ")" in self.ends and before != "," else r"(?!,?\d)"  # (1,200) is a point
         if repeating := self.match(_REPEATING):
             start, period = filter(None, repeating.groups())
-            nines = (10 ** len(period) - 1) * 10 ** len(start.partition(".")[2])
-            value = Fraction(start) + Fraction(int(period), nines)
+            value = Fraction(start + 99 * period).limit_denominator(10 ** 40)  # exact
         elif (before != "," or t.space) and (groups := self.match(_GROUPS + behind, space=" ")):
-            self.grouped += 1
             value = Fraction(groups[0].replace(",", ""))
         else:
             value = Fraction(self.expect())
         if before == "," and re.fullmatch(r"0\d+", t):
             raise NotMath  # 1,2,000
-        follows = t.isdigit() and before not in ("^", r"\sqrt", r"\frac") and not before[:1].isdigit()
-        if follows and (part := self.match(_PART)):
-            value += Fraction(*map(int, filter(None, part.groups())))
         if self.take("million", "Million"):
             value *= 10 ** 6
         return ("number", value)
@@ -395,22 +387,16 @@ class Parser:
         while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
                 self.peek().removeprefix("\\") not in FUNCTIONS):
             factors.append(self.power())
+        argument = joined("*", factors)
         if self.take(r"\degree"):
-            factors += [("constant", "pi"), ("inverse", number(180))]
+            argument = ("unit", argument, r"\degree")
+        argument = without_unit(argument)
         if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
             name, power = "a" + name, None
-        node = ("ln" if name == "log" else name.replace("arc", "a"), joined("*", factors))
+        node = ("ln" if name == "log" else name.replace("arc", "a"), argument)
         if name == "log" or base:  # the base of \log is not known
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node
-
-    def reals(self) -> tuple:
-        r"""The real numbers, or all but one: \mathbb{R}\setminus\{1\}."""
-        if not self.match(r"(?:\\setminus|\\backslash|-)\\\{"):
-            return REALS
-        one = self.sum()
-        self.expect(r"\}")
-        return all_but(one)
 
     def group(self, opening: str) -> tuple:
         r"""(5), a point, an interval ([1, 2)), a set ({1, 2}, {x | x > 1}), a matrix in brackets."""
@@ -437,11 +423,10 @@ class Parser:
     def environment(self) -> tuple:
         """A matrix (also cases), or the equations of a system as a list."""
         name = self.match(r"\{(?![vV]m)\w+(?:\\cdot)?\}")  # vmatrix is a determinant
-        rows, row, t = [], [], "&"
+        rows, row, t, ends = [], [], "&", ("&", r"\\", r"\end")
         while t != r"\end":
-            self.take(*["if", "for", "when"] * bool(row))
-            row.append(self.items("&", r"\\", r"\end", anew=True))
-            t = self.expect("&", r"\\", r"\end")
+            row.append(self.items(*ends, anew=True))
+            t = self.expect(*ends)
             if t != "&":
                 rows, row = rows + [("row", *row)] * (row != [("list",)]), []
         if not (name and rows and self.match(re.escape(name[0]))):

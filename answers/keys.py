@@ -10,9 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from string import ascii_lowercase
 
-from answers.grammar import INFINITY, NotMath, Parser, all_but, minus, number, walk
+from answers.grammar import INFINITY, NotMath, Parser, all_but, minus, number, walk, without_unit
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import kinds_in, names_in, real, text_of, values_of
 
@@ -114,8 +113,8 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     if node[0] != "relation":
         return "", node
     _, ops, *sides = node = _interval(node)
-    if len({side[-1] == "%" for side in sides if not names_in(side)}) > 1:  # \frac14=25\%
-        sides = [("*", side[1], ("inverse", number(100))) if side[-1] == "%" else side for side in sides]
+    if len({side != without_unit(side) for side in sides if not names_in(side)}) > 1:  # \frac14=25\%
+        sides = [*map(without_unit, sides)]
     if ops[-1] == r"\approx":
         value, rounded = [side[1] if side[0] == "unit" else side for side in sides[-2:]]
         if value[0] == "symbol" and len(ops) == 1:
@@ -169,8 +168,7 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     names = {name for name, _ in named}
     if len(names) < len(named) and len(names - {""}) > 1:
         raise NotMath  # x=1, y=2 or x=2, y=1: which belong together
-    letters = kind == "list" and len(names) > 1 and {*map(len, names)} == {1}
-    if letters and "".join(sorted(names)) in ascii_lowercase:  # x=1, y=2 is (1,2)
+    if kind == "list" and "".join(sorted(names)) in ("xy", "xyz"):  # x=1, y=2 is (1,2)
         return "(" + "; ".join(_key(value) for _, value in sorted(named)) + ")"
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))

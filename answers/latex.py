@@ -10,7 +10,7 @@ _ALIASES = {  # a command: those that mean the same
     r"\frac": "dfrac tfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
     "<": "lt", ">": "gt", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
     "|": "lvert rvert vert mid", r"\{": "lbrace", r"\}": "rbrace", ":": "colon", r"\land": "wedge",
-    r"\lor": "vee", r"\ldots": "dots cdots dotsc", r"\emptyset": "varnothing", "P": "Pr",
+    r"\lor": "vee", r"\ldots": "dots cdots dotsc", "P": "Pr",
     r"\approx": "simeq", r"\epsilon": "varepsilon", r"\phi": "varphi",
     r"\hat": "widehat", r"\vec": "overrightarrow", r"\angle": "measuredangle", r"\cup": "bigcup",
     "i": "imath", "j": "jmath", "'": "prime",
@@ -26,7 +26,7 @@ STYLES = "|".join(_ALIASES[""].split())
 _SIGNS = """\u2044\u00f7 / \u2212\u2010\u2013\u2014 - \u27e8 \\langle \u27e9 \\rangle \u00d7 \\times
     \u00b7\u22c5\u2217 \\cdot \u00b0\u00ba\u02da ^\\circ \u221e \\infty \u2264\u2266\u2a7d \\le
     \u2265\u2267\u2a7e \\ge \u2260 \\ne \u2248 \\approx \u2261 \\equiv \u00b1 \\pm \u222a \\cup \u2229 \\cap
-    \u2208 \\in \u221a \\sqrt \u2205 \\emptyset \u230a \\lfloor \u230b \\rfloor \u2308 \\lceil \u2309 \\rceil
+    \u2208 \\in \u221a \\sqrt \u2205 \\{\\} \u230a \\lfloor \u230b \\rfloor \u2308 \\lceil \u2309 \\rceil
     \u211d \\mathbb{R} \u3001 , \u3002 . \u2236 : \u201c\u201d " \u6216 \\text{~or~}
     \u548c\u4e14 \\text{~and~} \u2713 \\checkmark \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta
     \u03bb \\lambda \u03bc \\mu \u03c0 \\pi \u03c3 \\sigma \u03c6 \\phi \u03c9 \\omega \u0394 \\Delta
@@ -75,6 +75,13 @@ frame   \boxed{5}   ^(?:\\(?:STYLES)(?![a-z]) ?|\{)+((?:[^{}]|\{(?:[^{}]|\{[^{}]
 degrees   20^\circ\text{C}   \^ ?(?:\{ ?\\circ ?\}|\\circ)(?: ?OPENED ?[CF]\b\}?)?   \\degree\t
 all   all reals   ^OPENED[Aa]ll real(?: number)?s\}?$   \\mathbb{R}
 none   no roots   (?:[Tt]here (?:is|are) )?\b([Nn]o (?:\w+ )?(?:solution|root))s?\b   \1
+reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)
+probability   \mathbb{P}(A)   \\mathbb ?\{ ?([EP]) ?\}   \1
+point   .5   (?<![\d.])\.(?=\d)   0.
+empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
+base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
+case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
+system   \{\begin{a}1\end{a}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1
 vector   \langle1,2\rangle   \\langle([^<>]*,[^<>]*)\\rangle   (\1)
 modulus   3 (mod 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\pmod \1
 morning   3:05 am   (?<=:\d\d) ?OPENED ?[aA]\.? ?[mM]\.? ?\}?$   :a
@@ -89,7 +96,7 @@ for line in re.sub(r"\n {8}", "", _TABLE).strip().splitlines():
     REWRITES.append((name, example, pattern, "".join(new)))
 # 1e-5, 2.0e-5, 2e5 and 2e-10 are powers of ten, 2e-1 has Euler's e
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|(?:\b1|\d*\.\d+|\d+(?=[eE](?:\d|[-+]\d\d)))[eE][-+]?\d{1,3}(?![\w.])"
-                    r"|\d+(?:\.\d+)?|\.\d+|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
+                    r"|\d+(?:\.\d+)?|(?<=[_^])[a-zA-Z]|[a-zA-Z]+|[^\W\d_a-z]+"
                     r"|[<>]=|\s+|.", re.DOTALL)
 
 
@@ -132,7 +139,7 @@ def tokens_of(text: str) -> list[Token]:
             braces.append(begins)
         dropped = t == "{" and begins or t == "}" and braces and braces.pop()  # those of \text{}
         if t not in ("", r"\text") and not dropped:
-            found.append(Token("0" + t if t[0] == "." and len(t) > 1 else t))
+            found.append(Token(t))
             found[-1].roman, found[-1].space, space = begins or any(braces), space, False
         begins = t == r"\text"
     return found

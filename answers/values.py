@@ -132,8 +132,9 @@ def _power(base, exponent, bits: int):
 def text_of(value) -> str:
     r"""A text that equal values share: of a rational number (also of \log_2 8) exact, else 40 digits."""
     if isinstance(value, Fraction):
-        small = value.numerator.bit_length() + value.denominator.bit_length() < 4000
-        return str(value) if small else f"{value.numerator:x}/{value.denominator:x}"
+        if _bits(value) > 8000:
+            raise NotMath
+        return str(value)
     size = abs(value)
     parts = [mp.mpf(part) if abs(part) > size * _TINY else mp.mpf(0) for part in (mp.re(value), mp.im(value))]
     simple = Fraction(*mpmath.libmp.to_rational(parts[0]._mpf_)).limit_denominator(10 ** 9)

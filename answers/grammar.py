@@ -45,7 +45,6 @@ _GROUPS = r" ?[1-9]\d{0,2}(?:,\d{3}){1,6}(?:\.\d+)?"
 _PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.!^])"  # of a mixed number
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "infty")
-REALS = ("group", "(", ")", ("*", ("number", Fraction(-1)), INFINITY), INFINITY)
 
 
 class NotMath(Exception):
@@ -75,6 +74,9 @@ def walk(node: tuple):
             yield from walk(part)
 
 
+REALS = ("group", "(", ")", minus(INFINITY), INFINITY)
+
+
 def without_unit(node: tuple) -> tuple:
     """The number that a percentage or an angle in degrees is."""
     if node[-1] == "%":
@@ -87,17 +89,21 @@ def all_but(one: tuple) -> tuple:
     return (r"\cup", ("group", "(", ")", minus(INFINITY), one), ("group", "(", ")", one, INFINITY))
 
 
+def kinds_in(node: tuple) -> set[str]:
+    """The kinds of nodes in a tree."""
+    return {part[0] for part in walk(node)}
+
+
 class Parser:
     """Tokens and a place in them; items() is the tree of all. NotMath is raised by what meets the unknown."""
 
     def __init__(self, tokens: list[Token]):
-        said = _CONSTANT.search(" ".join(tokens[-16:]))
-        before = tokens[:-len(said[0].split())] if said else tokens
-        if said and re.search(f"[{said[1]}]", "".join(filter(str.isalpha, before))):
-            tokens = before
+        if said := _CONSTANT.search(" ".join(tokens[-16:])):
+            before = tokens[:-len(said[0].split())]
+            tokens = before if {*said[1]} & {*"".join(filter(str.isalpha, before))} else tokens
         self.tokens, self.at = [*tokens, *[Token("")] * 3], 0  # peek looks up to two back
         self.bars = False  # within |..|
-        self.depth = self.parsed = self.named = 0  # named: the symbols in this side of the statement
+        self.depth = self.parsed = 0
         self.ends = ()  # what closes the list at hand
         while self.match(_BEFORE):
             pass
@@ -120,9 +126,12 @@ class Parser:
 
     def match(self, pattern: str, step: bool = True, space: str = "") -> re.Match | None:
         """What matches at the beginning of the next 16 tokens, joined without spaces; step over these."""
-        near = [space * (t.space and t.isalnum()) + t for t in self.tokens[self.at:self.at + 16]]
-        found, ends = re.match(pattern, "".join(near)), [0, *accumulate(map(len, near))]
-        if not found or step and found.end() not in ends:  # only a part of a token
+        near = self.tokens[self.at:self.at + 16]
+        near = [space * (t.space and t.isalnum()) + t for t in near] if space else near
+        if not (found := re.match(pattern, "".join(near))):
+            return None
+        ends = [0, *accumulate(map(len, near))]
+        if step and found.end() not in ends:  # only a part of a token
             return None
         self.at += step and ends.index(found.end())
         return found
@@ -160,11 +169,9 @@ class Parser:
 
     def statement(self) -> tuple:
         """Expressions with relations between them."""
-        self.named *= self.depth > 0
         sides, ops = [self.union()], []
         while op := self.take(*_RELATIONS):
             ops.append(op)
-            self.named *= sides[-1][0] not in ("symbol", "call")
             self.match(_ABOUT)
             sides.append(self.union())
         if {*ops} & {">", r"\ge"}:  # x>2 is 2<x
@@ -196,7 +203,7 @@ class Parser:
     def product(self) -> tuple:
         """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
         factors = [self.power()]
-        while not (unit := self.unit(factors[-1])):
+        while not (unit := self.unit(factors)):
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
@@ -219,18 +226,20 @@ class Parser:
         t = self.peek()
         return t not in _NO_FACTOR and not (t == "|" and self.bars)
 
-    def unit(self, factor: tuple) -> str:
+    def unit(self, factors: list[tuple]) -> str:
         """The unit that follows, or nothing; step over it. One without \\text{} stands in
         no brackets, roots or sums, and beside no letters."""
         if sign := self.take("%", "$", r"\degree"):
             return sign
-        start, digits = self.at, self.peek(-1)[:1].isdigit() and factor[0] in ("number", "inverse")
+        start, factor, digits = self.at, factors[-1], self.peek(-1)[:1].isdigit()
         if not (found := self.match(UNIT, space=" ")):
             return ""
-        bare = WORD_UNIT.fullmatch(found[0]) or SYMBOL_UNIT.fullmatch(found[0]) and (
-            digits or factor[:2] == ("^", number(10)))
-        bare = bare and not self.depth and not self.named and self.peek() not in ("+", "-", *_RELATIONS)
-        if not bare and {t.roman for t in self.tokens[start:self.at] if t.isalpha()} != {True}:
+        digits = digits and factor[0] in ("number", "inverse") or factor[:2] == ("^", number(10))
+        known = WORD_UNIT.fullmatch(found[0]) or SYMBOL_UNIT.fullmatch(found[0]) and digits
+        inside = self.depth or self.peek() in ("+", "-", *_RELATIONS)
+        named = kinds_in(("*", *factors)) & {"symbol", "call"}
+        roman = {t.roman for t in self.tokens[start:self.at] if t.isalpha()} == {True}
+        if not roman and (inside or named or not known):
             self.at = start
             return ""
         return found[0].strip(" .s")
@@ -285,8 +294,8 @@ class Parser:
             node = (t, self.sum())
             self.bars = bars
             self.expect(t.replace(r"\l", r"\r"))
-        elif t == r"\frac" and (d := self.match(r"\{(d\\?[a-zA-Z]*)\}\{(d[a-z])\}")):
-            node = self.symbol(f"{d[1]}/{d[2]}'") if d[1] != "d" else None
+        elif t == r"\frac" and (derivative := self.match(r"\{d\\?[a-zA-Z]+\}\{d[a-z]\}")):
+            node = ("symbol", derivative[0] + "'")
         elif t == r"\frac":
             node = ("*", self.argument(), ("inverse", self.argument()))
         elif t == r"\binom":
@@ -309,27 +318,23 @@ class Parser:
         elif t in _LETTERS:
             node = self.symbol(t)
         else:
-            node = None
-        if not node:
             raise NotMath
         self.depth -= 1
         return node
 
     def number(self) -> tuple:
-        r"""5, 1,000, 0.1\overline{6}, 2e5, 5 million."""
+        r"""5, 1,000, 0.1\overline{6}, 2e5."""
         before, t = self.peek(-1), self.peek()
         behind = "(?=, )" if ")" in self.ends and before != "," else r"(?!,?\d)"  # (1,200) is a point
         if repeating := self.match(_REPEATING):
             start, period = filter(None, repeating.groups())
             value = Fraction(start + 99 * period).limit_denominator(10 ** 40)  # exact
-        elif (before != "," or t.space) and (groups := self.match(_GROUPS + behind, space=" ")):
-            value = Fraction(groups[0].replace(",", ""))
         else:
-            value = Fraction(self.expect())
+            listed = before == "," and not t.space  # 4,16,256
+            groups = self.peek(1) == "," and not listed and self.match(_GROUPS + behind, space=" ")
+            value = Fraction(groups[0].replace(",", "") if groups else self.expect())
         if before == "," and re.fullmatch(r"0\d+", t):
             raise NotMath  # 1,2,000
-        if self.take("million", "Million"):
-            value *= 10 ** 6
         return ("number", value)
 
     def letters(self, t: Token) -> tuple:
@@ -356,11 +361,10 @@ class Parser:
 
     def symbol(self, name: str) -> tuple:
         """A symbol with its index and primes; one with arguments is a call."""
-        self.named += 1
-        if self.take("_"):  # 52_{(8)} is 52_8
+        if self.take("_"):
             braced = self.match(r"\{([^{}]*)\}")
             index = (braced[1] if braced else self.expect()).lstrip("\\")
-            name += "_" + (index.strip("()") if name[0].isdigit() else index)
+            name += "_" + index
         if name in ("P", "E") and (event := self.match(r"\([^()]*[=<>|\\][^()]*\)|\[[^][]*\]")):
             return ("symbol", name + event[0])  # P(X=1), E[X]
         if primes := self.match(r"'+|\^\{?'+\}?"):
@@ -387,13 +391,9 @@ class Parser:
         while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
                 self.peek().removeprefix("\\") not in FUNCTIONS):
             factors.append(self.power())
-        argument = joined("*", factors)
-        if self.take(r"\degree"):
-            argument = ("unit", argument, r"\degree")
-        argument = without_unit(argument)
-        if power == minus(number(1)):  # \sin^{-1} x is no 1/\sin x
-            name, power = "a" + name, None
-        node = ("ln" if name == "log" else name.replace("arc", "a"), argument)
+        node = joined("*", factors)
+        argument = without_unit(("unit", node, r"\degree") if self.take(r"\degree") else node)
+        node = ("ln" if name == "log" else name, argument)
         if name == "log" or base:  # the base of \log is not known
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node

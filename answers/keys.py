@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 
-from answers.grammar import INFINITY, NotMath, Parser, all_but, minus, number, walk, without_unit
+from answers.grammar import INFINITY, NotMath, Parser, all_but, kinds_in, minus, number, walk, without_unit
 from answers.latex import to_ascii, tokens_of, unescaped
-from answers.values import kinds_in, names_in, real, text_of, values_of
+from answers.values import names_in, real, text_of, values_of
 
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; what is longer is compared as text
 _TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]{2,}_"  # chemistry: NH_4OCN; 2AB_{16}
          r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
-         r"|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$"  # dy/dx; 0.1(6)
+         r"|\\frac\{d\}|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$"  # dy/dx; 0.1(6)
          r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+"  # 10-20, a date
          r"|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})(?=\)*(?:$|[,;]|and|or))")  # A-B-C
 
@@ -53,15 +53,14 @@ def equal(a: str | None, b: str | None, answer_keys: Callable | None = None) -> 
 def key(answer: str) -> str:
     """The key of an answer. What the grammar does not know has its tokens as key."""
     answer = " ".join(answer.split())
-    text = to_ascii(unescaped(answer)) if len(answer) - answer.count(" ") <= _LONGEST else ""
-    tokens = tokens_of(text) if len(text) < 3 * _LONGEST else []
+    tokens = tokens_of(to_ascii(unescaped(answer))) if len(answer) <= _LONGEST else []
     parser = Parser(tokens)
     tokens = tokens[parser.at:]
     try:
         if not tokens or re.search(_TEXT, "".join(tokens)):
             raise NotMath
         _, node = _definition(parser.items())
-        if node[0] == "set" and node[1:] and [part[0] for part in node[1:]] != ["set"]:
+        if node[0] == "set" and [part[0] for part in node[1:]] not in ([], ["set"]):
             node = ("list", *node[1:])  # only the outer braces of a list mean nothing
         if len(found := _key(node)) < _LONGEST_KEY:
             return found
@@ -193,8 +192,7 @@ def _interval(node: tuple) -> tuple:
         return node
     found = ("group", "(["[ops[0] != "<"], ")]"[ops[1] != "<"], below, above)
     if node[1] == (r"\ne",):
-        other = above if below == minus(INFINITY) else below
-        found = all_but(other)
+        found = all_but(above if below == minus(INFINITY) else below)
     return ("relation", (r"\in",), name, found)
 
 

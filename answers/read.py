@@ -7,15 +7,18 @@ from answers.keys import key
 from answers.latex import STYLES, SYMBOLS, to_ascii, unescaped
 
 LETTERS = "ABCDEFGHIJ"
-# \boxed{...}, \boxed 5, \boxed5, \boxed B, \boxed\frac{1}{2}
-_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|"
-                  r"(\\(?!begin)[a-zA-Z]+(?:\{[^{}]*\})*))")
+# denied or not: \boxed{...}, \boxed 5, \boxed5, \boxed B, \boxed\frac{1}{2}
+_BOX = re.compile(r"(?:\b(not|instead of|rather than)\W{0,4})?\\(?:boxed|fbox)(?:\s*(\{)|"
+                  r"\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|(\\(?!begin)[a-zA-Z]+(?:\{[^{}]*\})*))")
+# Question: or **Problem 2:** at the beginning of a line, <|im_start|>user, [user]
+_NEXT_TURN = re.compile(r"\n\W{0,9}(?:human|user|question|problem|exercise|q)(?: \d+)?\W{0,2}:|"
+                        r"<\W?(?:im_start|start_header_id|start_of_turn)\W{1,3}user\b|[<\[]\W?user\W?[>\]]",
+                        re.IGNORECASE)
 # a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
 _EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|\\phantom\{\w*\}|"
                     r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
                     r"\b(?:your|the|my|final|answer|result|here)\b)*", re.IGNORECASE)
 _NAMED = r"(?:(?:\\(?:angle|triangle|overline) )?[a-zA-Z\\|](?:[^\s=,;:.()]|\([^\s=,()]*\)){0,20}\s*=\s*)?"
-_DENIED = re.compile(r"\b(?:not|instead of|rather than)\W{0,4}$")  # not \boxed{3}
 # between the boxes of one list: a unit, separators, numbers of parts, the name of the next one
 _GAP = re.compile(rf"(?:\s*(?:\^\\circ|\\?%|{SYMBOLS}|[a-z]{{3,}}s)(?=\s*(?:[,;]|and\b)))?"
                   rf"(?:[\s,;&]|\\\\|\b(?:and|or)\b|(?:(?:for )?[Pp]art )?\((?:[a-e1-9]|i+v?)\):?"
@@ -52,15 +55,15 @@ def extract_answer(text: str, choices: int = 0, end_of_prompt: str = "") -> str 
     True
     """
     text = _after_thoughts(text, end_of_prompt)
-    turn = text.partition("\nHuman:")[0]  # a base model goes on with the next question
+    turn = _NEXT_TURN.split(text, 1)[0]  # a base model goes on with the next question
     text = turn if _BOX.search(turn) else text
     parts, start = [], len(text)  # from the last box to the first; where the earliest yet begins
     for box in reversed(list(_BOX.finditer(text))):
-        end = _closed_at(text, box.end()) if box[1] else box.end()
+        end = _closed_at(text, box.end()) if box[2] else box.end()
         if end is None:
             break
-        content = text[box.end():end - 1].strip() if box[1] else box[box.lastindex].rstrip(".,")
-        if _EMPTY.fullmatch(content) or _DENIED.search(text[max(0, box.start() - 20):box.start()]):
+        content = text[box.end():end - 1].strip() if box[2] else box[box.lastindex].rstrip(".,")
+        if box[1] or _EMPTY.fullmatch(content):
             continue
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break

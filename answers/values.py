@@ -8,7 +8,7 @@ from zlib import crc32
 
 import mpmath
 
-from answers.grammar import FUNCTIONS, NotMath, walk
+from answers.grammar import FUNCTIONS, NotMath, kinds_in, walk
 
 mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
 mp.dps = 60
@@ -16,8 +16,7 @@ mp.dps = 60
 # what is left of a difference by rounding
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
 _LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=_LARGE, cosh=_LARGE, tanh=20)  # arguments
-_KINDS = r"+ * inverse ^ | factorial binomial \lfloor \lceil".split()
-_KINDS += [name.replace("arc", "a") for name in FUNCTIONS]
+_KINDS = [*r"+ * inverse ^ | factorial binomial \lfloor \lceil".split(), *FUNCTIONS]
 _ROUNDED = (r"\lfloor", r"\lceil")
 
 
@@ -29,11 +28,6 @@ def name_of(node: tuple) -> str:
 def names_in(node: tuple) -> set[str]:
     """The names in a formula."""
     return {name_of(part) for part in walk(node) if part[0] in ("symbol", "call", "word")}
-
-
-def kinds_in(node: tuple) -> set[str]:
-    """The kinds of nodes in a tree."""
-    return {part[0] for part in walk(node)}
 
 
 def values_of(node: tuple) -> list:
@@ -111,7 +105,7 @@ def _compute(kind: str, values: list, bits: int):
         return math.prod(((first - j) / (j + 1) for j in range(int(last))), start=Fraction(1))
     if kind in _ROUNDED or exact and max(map(_bits, values)) > _EXACT:
         raise NotMath  # \cos 10^{-30} is no 1
-    return getattr(mp, kind)(*map(real, values))
+    return getattr(mp, kind.replace("arc", "a"))(*map(real, values))
 
 
 def _power(base, exponent, bits: int):

@@ -106,12 +106,16 @@ SAME = table(r"""
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)
 1\frac{3}{4} | \frac{7}{4} | 1 3/4 | \sfrac74
 -\frac{1}{2} | \frac{1}{-2} | \u22120.5 | -1/2
-0.25 | \frac14=25\% | E[X]=0.25 | P(X=1)=\frac14 | P(A|B)=25\%=0.25 | \text{Area}=\frac14\text{ cm}^2
+0.25 | \frac14=25\% | E[X]=0.25 | P(X=1)=\frac14 | P(A|B)=25\%=0.25 | \mathbb{E}[X]=.25 |
+\Pr(A)=\frac14 | \text{Area}=\frac14\text{ cm}^2
 \text{no solution} | No solutions | there is no solution
 \frac13 | 0.\overline{3} | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
 \sqrt{2} | \sqrt{2} (approximately 1.41)
+\frac{\pi}{6} | \frac{\pi}{6}=30^\circ | \theta=30^\circ=\frac{\pi}{6}
+\cos 30^\circ | \cos(30^\circ) | \frac{\sqrt3}{2}
+1.2\overline{6} | \frac{19}{15} | 1.2666\ldots | x=1.2\bar{6}
 2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
 52_8 | (52)_8 | 52_{(8)} | 52_{\text{eight}}
@@ -179,6 +183,9 @@ x\u22611 (mod 4) | x\equiv 1\pmod 4 | x\equiv1\ (\mathrm{mod}\ 4)
 293 | m+n=256+37=293 | AB+BC+CA=293
 12000, 3500 | 12,000, 3,500 | 12,000\text{ and }3,500 | \$12,000\text{ and }\$3,500
 (12000,3500) | (12,000, 3,500)
+1200, 300 | 1,200, 300 | 1,200\text{ and }300
+12345.67 | 12,345.67 | x=12,345.67
+(-1,200) | (-1, 200)
 mg(h_1-h_2) | mgh_1-mgh_2
 (\ln2)^2 | \ln(2)^2 | \ln^2 2
 \arcsin x | \sin^{-1}x
@@ -241,7 +248,8 @@ a=c | b=c | c | x\in A | y\in A | A
 2st+1 | 3 | 3st | 5x+3st | 5x+3
 mgh | Mgh | mgl | Mgl
 1,234 | 1, 234 | 2.5(4) | 2.5\overline4 | 0.5(12) | 0.5\overline{12}
-2e-1 | 0.2 | 3e+1 | 30 | e^2+2e-1 | e^2+0.2
+2e-1 | 0.2 | 3e+1 | 30 | e^2+2e-1 | e^2+0.2 | 1e-12 | 1e-13 | 10^{999} | 1e9999
+30^\circ | \frac{\pi}{6} | \frac{\pi}{6}=31^\circ | \sin(30^\circ) | \sin(30) | 25\%=\frac13 | \frac13
 10-20 | 30-40 | -10 | 5\u201310 | -5 | 5\sim10 | 510 | 100~200 | 100200 | 1/2/2020 | 2/4/2020
 (iv) | (vi) | ix | xi | (ii) | -1
 \{2x\mid x>1\} | \{x\mid x>1\} | \{2k\mid k\in[0,2]\} | [0,2] | \{(x,x^2)\mid x>0\} | x>0
@@ -249,7 +257,7 @@ X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
 10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow}
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
-(1,200), (3,400) | 1200, 3400 | 1,200, 300 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25
+(1,200), (3,400) | 1200, 3400 | (-1,200) | -1200 | (x+1,200) | x+1200 | 1,2,000 | 1, 2, 0 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25
 (100,200,300) | 100,200,300 | 5,25,125 | 525125 | 4,16,256 | 416256
 HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A
 i-ii-iii | i-iii-ii
@@ -257,6 +265,9 @@ x=1, y=2\text{ or }x=2, y=1 | x=1, y=1\text{ or }x=2, y=2 | 1, 2; 3, 4 | 1, 3; 2
 1 and 3, or 2 and 4
 x=\pm1, y=\pm2 | x=\pm1, y=\mp2 | x=1\Rightarrow y=3, x=2\Rightarrow y=5 |
 x=1\Rightarrow y=4, x=2\Rightarrow y=5 | n=3, k=2 | (2,3)
+x=1, y=2 | a=1, b=2 | p=1, q=2 | 1, 2 | 1, x, c\in\mathbb{R} | 1 | x^2, x, c\in\mathbb{R} | x^2 | x^2, x
+x+k, k\in\mathbb{R} | x+k, k\in\mathbb{Z} | x+k, k\in\mathbb{N} | x+k, k\in\{0, 1\} | x+k\text{ where }k\text{ is odd}
+\frac{d}{dx}x | x\frac{d}{dx} | \frac{dy}{dx} | \frac{dx}{dy} | \frac{dy}{dt} | \frac yx | 1
 \lfloor a\rfloor | \lceil a\rceil | \lfloor n/100\rfloor | \lfloor n/101\rfloor | 0 |
 \lfloor x+.1\rfloor | \lfloor x\rfloor
 (y-1)^3=x | y-1=x | |x|+|y|=1 | |x|+y=1 | y''-y=0 | y'' | y'=2y | y'/2

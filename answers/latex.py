@@ -82,7 +82,6 @@ empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
 inverse sine   \sin^{-1}x   \\(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|ln|log|exp) ?\^ ?\{?
          ?-1 ?\}?   \\arc\1\t
 million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
-index   52_{(8)}   (?<=\d)_\{\((\w+)\)\}   _\1
 base   (52)_8   ^\(([0-9A-F]+)\)_   \1_
 case   1 & \text{if } x>0   & ?\\text\{ ?(?:if|for|when) ?\}   &\t
 system   \{\begin{a}1\end{a}   \\\{ ?(\\begin.*\\end\{\w*\})$   \1

@@ -53,6 +53,14 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"(a) \boxed{5}. The larger part of it is \boxed{7}", "7"),
     (r"$\boxed{\frac12}$ or $\boxed{0.5}$", "0.5"),  # one answer, said twice
     (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
+    # a next turn that the model invented
+    ("$\\boxed{5}$.\n\nQuestion: What is $2+2$?\nThe answer is $\\boxed{4}$", "5"),
+    ("\\boxed{5}\n\nHuman: and 3?\n\nAssistant: \\boxed{6}", "5"),
+    ("\\boxed{5}\n\n**Problem 2:** \\boxed{6}", "5"),
+    ("\\boxed{5}\n[Question: the number]\n\\boxed{6}", "5"),
+    ("\\boxed{5}\n[user]\nWhat is 3?\n[assistant]\n\\boxed{6}", "5"),
+    ("\\boxed{5}<|im_start|>user\nWhat is 3?\n\\boxed{6}", "5"),
+    ("\\boxed{4} is the question: no.\nThe user asked for more: \\boxed{5}", "5"),
     # thoughts
     (r"<think>I try \boxed{1} hmm", None),
     (r"<think>a</think> \boxed{3} <think>again \boxed{4}", None),
@@ -87,6 +95,10 @@ def test_a_prompt_without_an_open_thought_changes_no_answer(end_of_prompt):
     assert extract_answer(" no box", 0, end_of_prompt) is None
 
 
+def test_a_question_before_the_first_box_ends_no_response():
+    assert extract_answer("The user asks.\n\nQuestion: 2+3?\n\nProblem: we add. \\boxed{5}") == "5"
+
+
 # ------------------------------------------------------ equality --------------------------------------------
 def table(text):
     """Lines of spellings, parted by " | "; one that ends with " |" goes on in the next. \\u00b0 is a sign."""
@@ -118,7 +130,7 @@ SAME = table(r"""
 1.2\overline{6} | \frac{19}{15} | 1.2666\ldots | x=1.2\bar{6}
 2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
-52_8 | (52)_8 | 52_{(8)} | 52_{\text{eight}}
+52_8 | (52)_8 | 52_{\text{eight}}
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
 11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
 \text{Evelyn} | evelyn | \operatorname*{Evelyn}
@@ -257,7 +269,8 @@ X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
 10 percent rise | 10 percent fall | 10 percent | 5\text{ minutes fast} | 5\text{ minutes slow}
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
-(1,200), (3,400) | 1200, 3400 | (-1,200) | -1200 | (x+1,200) | x+1200 | 1,2,000 | 1, 2, 0 | 0,125 | 125 | 0{,}125 | 0,025 | 0,25
+(1,200), (3,400) | 1200, 3400 | (-1,200) | -1200 | (x+1,200) | x+1200 | 1,2,000 | 1, 2, 0 |
+0,125 | 125 | 0{,}125 | 0,025 | 0,25
 (100,200,300) | 100,200,300 | 5,25,125 | 525125 | 4,16,256 | 416256
 HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A
 i-ii-iii | i-iii-ii
@@ -266,7 +279,8 @@ x=1, y=2\text{ or }x=2, y=1 | x=1, y=1\text{ or }x=2, y=2 | 1, 2; 3, 4 | 1, 3; 2
 x=\pm1, y=\pm2 | x=\pm1, y=\mp2 | x=1\Rightarrow y=3, x=2\Rightarrow y=5 |
 x=1\Rightarrow y=4, x=2\Rightarrow y=5 | n=3, k=2 | (2,3)
 x=1, y=2 | a=1, b=2 | p=1, q=2 | 1, 2 | 1, x, c\in\mathbb{R} | 1 | x^2, x, c\in\mathbb{R} | x^2 | x^2, x
-x+k, k\in\mathbb{R} | x+k, k\in\mathbb{Z} | x+k, k\in\mathbb{N} | x+k, k\in\{0, 1\} | x+k\text{ where }k\text{ is odd}
+x+k, k\in\mathbb{R} | x+k, k\in\mathbb{Z} | x+k, k\in\mathbb{N} | x+k, k\in\{0, 1\} |
+x+k\text{ where }k\text{ is odd}
 \frac{d}{dx}x | x\frac{d}{dx} | \frac{dy}{dx} | \frac{dx}{dy} | \frac{dy}{dt} | \frac yx | 1
 \lfloor a\rfloor | \lceil a\rceil | \lfloor n/100\rfloor | \lfloor n/101\rfloor | 0 |
 \lfloor x+.1\rfloor | \lfloor x\rfloor

@@ -118,9 +118,11 @@ class VLLMSampler:
         """Responses per request, in one engine call. Temperature 0 is greedy. stop: texts that end one."""
         from vllm import SamplingParams
         stop = stop_texts(stop)
+        # ignore_eos: vLLM adds the end tokens of the model's files to stop_token_ids, which are ours alone
         shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
-                      flat_logprobs=True, stop_token_ids=self.stop_ids, detokenize=bool(stop),
-                      stop=stop, include_stop_str_in_output=bool(stop), skip_special_tokens=not stop)
+                      flat_logprobs=True, stop_token_ids=self.stop_ids, ignore_eos=True,
+                      detokenize=bool(stop), stop=stop, include_stop_str_in_output=bool(stop),
+                      skip_special_tokens=not stop)
         params = [SamplingParams(n=r.n, max_tokens=r.max_new_tokens, seed=r.seed, **shared) for r in requests]
         prompts = [{"prompt_token_ids": r.prompt_ids} for r in requests]
         groups = []

@@ -70,6 +70,16 @@ def rollouts(groups) -> list[common.Rollout]:
     return found
 
 
+def test_a_response_ends_with_the_given_tokens_alone(sampler, monkeypatch):
+    """And not with the one that the model's files name."""
+    ends = [TOKENIZER.pad_token_id]
+    given = ends if isinstance(sampler.stop_ids, list) else torch.tensor(ends)
+    monkeypatch.setattr(sampler, "stop_ids", given)
+    responses = sum(ids(sampler.generate(requests(), 1.0)), [])
+    assert any(STOP[0] in response[:-1] for response in responses)
+    assert all(ends[0] not in response[:-1] for response in responses)
+
+
 def test_seeds_limits_and_stops(sampler):
     groups = sampler.generate(requests(), 1.0)
     assert [len(group) for group in groups] == [4] * 4

@@ -14,6 +14,8 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from engine import data, samplers  # keep above torch: engine sets environment variables
@@ -309,15 +311,17 @@ def generate(run: Run, work: list[tuple[Problem, Request]], temperature: float,
 
 def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
     """Set text and answer from the responses' tokens. The prompt's end is passed on, since a chat template
-    may have opened a <think> block there.
+    or a prefill may have opened a <think> block there.
 
     The text has special tokens, which thinking tags may be, but not the one that ended the response."""
     added = run.tokenizer.added_tokens_decoder
-    for r in responses:
-        last = added.get(r.response_ids[-1]) if r.finished and r.response_ids else None
-        ids = r.response_ids[:-1] if last and last.special else r.response_ids
-        end_of_prompt, r.text = run.tokenizer.batch_decode([r.prompt_ids[-16:], ids])
-        r.answer = problem.read(r.text, end_of_prompt)
+    for prompt_ids, group in groupby(responses, attrgetter("prompt_ids")):
+        end_of_prompt = data.end_of_prompt(run.tokenizer, run.args.prompt, prompt_ids)
+        for r in group:
+            last = added.get(r.response_ids[-1]) if r.finished and r.response_ids else None
+            ids = r.response_ids[:-1] if last and last.special else r.response_ids
+            r.text = run.tokenizer.decode(ids)
+            r.answer = problem.read(r.text, end_of_prompt)
 
 
 # ------------------------------------------------------- votes ----------------------------------------------

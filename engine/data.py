@@ -10,7 +10,8 @@ import json
 import random
 import re
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -75,17 +76,16 @@ def read_data(args, tokenizer, train: bool, problem: type) -> tuple[list, dict[s
                    max_tokens=args.max_prompt_tokens)
     if train and args.dataset:
         problems = load("--dataset", args.dataset, fields)
+    trained = {problem.question for problem in problems}
     for name in filter(None, map(str.strip, args.eval.split(","))):
         if name != "train":
-            benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
+            part = benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
+            if seen := sum(problem.question in trained for problem in part):
+                print0(f"--eval {name}: {seen} of its {len(part)} questions are in --dataset, too.")
         elif problems:
             benchmarks[name] = problems
         else:
             raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
-    trained = {problem.question for problem in problems}
-    for name, part in benchmarks.items():
-        if part is not problems and (seen := sum(problem.question in trained for problem in part)):
-            print0(f"--eval {name}: {seen} of its {len(part)} questions are in --dataset, too.")
     for name, ids in args.own_prompts(tokenizer).items():
         if len(ids) > args.max_prompt_tokens:
             raise UserError(f"{name} has {len(ids)} tokens, more than "
@@ -131,10 +131,18 @@ def read_problems(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, p
 
     Raises UserError, naming the flag, if they cannot be read or all are too long."""
     train, limit = flag == "--dataset", f"more than --max_prompt_tokens {max_tokens}"
-    problems = []
-    for row in load_problems(name, *fields, train):
-        prompt_ids = encode_prompt(tokenizer, row.question, style, max_tokens)
-        problems.append(problem(**row._replace(prompt_ids=prompt_ids)._asdict()))
+
+    usual = Counter(encode_prompt(tokenizer, "forty-two", style))
+
+    def encode(question: str) -> list[int]:
+        ids = encode_prompt(tokenizer, question, style, max_tokens)
+        # the model would read a turn that ends or begins within the question
+        if more := [i for i in Counter(ids) - usual if i in tokenizer.control]:
+            raise ValueError(f"the question holds control tokens of --model, {tokenizer.decode(more)!r}; "
+                             "take them out, or give --prompt plain if the data brings a template")
+        return ids
+
+    problems = [problem(**row._asdict()) for row in load_problems(name, *fields, train, encode)]
     kept = [problem for problem in problems if problem.prompt_ids]
     if not kept:
         raise UserError(f"{flag}: all {len(problems)} problems of {name} have {limit}; raise it.")
@@ -144,13 +152,14 @@ def read_problems(flag: str, name: str, fields: tuple[str, str] = ("", ""), *, p
     return kept if train else problems
 
 
-def load_problems(name: str, question_field: str = "", answer_field: str = "",
-                  train: bool = True) -> list[Row]:
-    """Problems, yet without prompts, of a benchmark's short name, a Hub id, a local file (FILES) or folder.
+def load_problems(name: str, question_field: str = "", answer_field: str = "", train: bool = True,
+                  encode: Callable[[str], list[int]] = lambda question: []) -> list[Row]:
+    """Problems of a benchmark's short name, a Hub id, a local file (FILES) or folder.
 
     The columns are those given, else the benchmark's, else found by usual names. What is used and what is not
     is printed: whether the question is whole, only its reader can say. Problems with the same question are
-    kept once. train: which split is meant if none is named."""
+    kept once. train: which split is meant if none is named. encode: makes a question's prompt, and raises
+    ValueError if it is none. Raises UserError, with the row."""
     source, rows = _read(name, train)
     filled = list(dict.fromkeys(column for row in rows for column in row if _is_filled(row[column])))
     question, answer = _find_columns(name, source, filled, question_field, answer_field)
@@ -159,11 +168,12 @@ def load_problems(name: str, question_field: str = "", answer_field: str = "",
         try:
             text, golds, choices = _read_row(row, question, answer)
             text.encode()  # raises for half of a character (a lone surrogate), which no tokenizer takes
+            prompt_ids = encode(text)
         except ValueError as error:
             raise UserError(f"{source}, row {number}: {error} (docs/data.md).") from None
         first_gold, *also_right = golds or [None]
         # ids have no gaps where duplicates were: the seeds of sampling derive from them
-        problems.setdefault(text, Row(text, first_gold, len(problems), choices, [], also_right, row))
+        problems.setdefault(text, Row(text, first_gold, len(problems), choices, prompt_ids, also_right, row))
     problems = [*problems.values()]
     graded = [problem for problem in problems if problem.answer is not None]
     unfit = sum(not any(map(_comes_back, [problem.answer, *problem.also_right])) for problem in graded)
@@ -291,12 +301,10 @@ def _read_table(path: Path):
     """The arrow table of a .parquet file, or of an .arrow file in either format. `datasets` would answer from
     its cache where a file was replaced and kept its time stamp."""
     from pyarrow import ipc, parquet
-    with path.open("rb") as file:
-        if path.suffix.lower() == ".parquet":
-            return parquet.ParquetFile(file).read()
-        is_stream = file.read(6) != b"ARROW1"
-        file.seek(0)
-        return (ipc.open_stream if is_stream else ipc.open_file)(file).read_all()
+    if path.suffix.lower() == ".parquet":
+        return parquet.ParquetFile(path).read()
+    content = path.read_bytes()
+    return (ipc.open_file if content.startswith(b"ARROW1") else ipc.open_stream)(content).read_all()
 
 
 def _rows_of(table) -> list[dict]:
@@ -434,4 +442,18 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
     # a chat template brings its own special tokens
-    return tokenizer.encode(text, add_special_tokens=not chat)
+    encoded = tokenizer(text, add_special_tokens=not chat, return_special_tokens_mask=True)
+    while encoded["special_tokens_mask"].pop():  # an end token that the tokenizer puts behind every text
+        encoded["input_ids"].pop()
+    return encoded["input_ids"]
+
+
+def end_of_prompt(tokenizer, style: str, prompt_ids: list[int]) -> str:
+    """What a prompt in the style of --prompt has behind its last question, and with it the beginning of the
+    response: the chat template's header, the tags that it opens, a prefill; of a plain one the text behind
+    {question}. All of a prompt that has another form."""
+    role, text = read_template(style)[0]
+    turn = ("user", "{question}") if role else ("", text)
+    header = tokenizer.decode(_encode(tokenizer, [turn])).rpartition("{question}")[2]
+    text = tokenizer.decode(prompt_ids)
+    return text[max(0, text.rfind(header)):]

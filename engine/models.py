@@ -78,7 +78,8 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    own = json.loads(generation_config(path) or "{}").get("eos_token_id")
+    own = getattr(config.get_text_config(), "eos_token_id", None)
+    own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)
     chat = read_template(prompt)[0][0]
     if chat and not tokenizer.chat_template:
         raise UserError(f"--prompt is '{prompt}', but the tokenizer of {path} has no chat template; "
@@ -97,11 +98,12 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     if not stop or not all(type(i) is int and 0 <= i < vocabulary for i in stop):
         raise UserError(f"{wrong}whose eos_token_id (generation_config.json, tokenizer) are {stop}, but the "
                         f"model knows the tokens 0 to {vocabulary - 1}.")
-    ends = [i for i in end_of_turn(tokenizer) if i < vocabulary] if chat else []
-    if ends and not set(ends) & set(stop):
-        stop.append(ends[0])
-        print0(f"{path}: its chat template ends a turn with {tokenizer.decode(ends[:1])} ({ends[0]}), so "
-               "this token ends a response, too.")
+    tokenizer.control, ends = control_tokens(tokenizer) if chat else (set(), [])
+    for end in ends[:1]:
+        if end not in stop and end < vocabulary:
+            stop.append(end)
+            print0(f"{path}: its chat template ends a turn with {tokenizer.decode([end])} ({end}), so this "
+                   "token ends a response, too.")
     return tokenizer, sorted(set(stop))
 
 
@@ -118,25 +120,26 @@ def read_variables(text: str) -> dict:
     return variables
 
 
-def _render(tokenizer, turns: list[dict], begin: bool = False) -> str:
-    """The text of these turns; "" if the chat template takes no such turns: what it raises is its own."""
+def control_tokens(tokenizer) -> tuple[set[int], list[int]]:
+    """(the tokens that begin or end a turn, and special ones; those that the chat template writes behind an
+    assistant's turn, its end first).
+
+    Some end the last turn with another token than those before (GPT-OSS), some with the next turn (GLM).
+    Raises UserError if the tokenizer makes pieces of such a token: the model would read letters, no turn."""
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begin)
-    except Exception:
-        return ""
-
-
-def end_of_turn(tokenizer) -> list[int]:
-    """The tokens, but for those of ordinary text, that the chat template writes behind an assistant's turn.
-
-    Some end the last turn with another token than those before (GPT-OSS), some with the next turn (GLM)."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    for turns in (CHAT, [*CHAT, CHAT[0]]):
-        _, said, after = _render(tokenizer, turns).rpartition("forty-two")
-        ids = tokenizer.encode(after, add_special_tokens=False) if said else []
-        if ends := [i for i in ids if i in special]:
-            return ends
-    return []
+        text = tokenizer.apply_chat_template([*CHAT, *CHAT], tokenize=False)
+    except Exception:  # it takes no such turns, and what it raises is its own
+        text = ""
+    # thinking tags, which a last turn alone may have, are no control tokens: a question may speak of them
+    first, *behind = text.split("forty-two")
+    added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    control = {i for i, token in added.items() if token.special or token.content in first}
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    ids = encode(first)
+    if split := [added[i].content for i in control if added[i].content in first and i not in ids]:
+        raise UserError(f"the tokenizer of {tokenizer.name_or_path} makes pieces of {split[0]}, a token of "
+                        "its chat template; see split_special_tokens in its tokenizer_config.json.")
+    return control, [i for i in encode("".join(reversed(behind))) if i in added]
 
 
 # ----------------------------------------------- the weights -----------------------------------------------

@@ -552,7 +552,7 @@ def test_thinking_tags_that_are_special_tokens_are_seen():
     import common
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy")
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
-    run = SimpleNamespace(tokenizer=tokenizer)
+    run = SimpleNamespace(tokenizer=tokenizer, args=SimpleNamespace(prompt="plain"))
     for prompt, text, finished, answer in [
             ("Q", r"<think> try \boxed{3} </think> so no box", True, None),
             ("Q", r"<think> try \boxed{3} </think> \boxed{4}", True, "4"),
@@ -568,12 +568,13 @@ def test_thinking_tags_that_are_special_tokens_are_seen():
 @pytest.mark.parametrize("invalid, ends", [(1, False), (3, True)])
 def test_single_tokens_without_a_log_prob_are_counted_and_many_end_the_run(invalid, ends):
     import torch
+    from transformers import AutoTokenizer
 
     import common
     from engine.base import Request, UserError
     logp = torch.full([200], -0.5)
     logp[:invalid] = torch.nan
-    tokenizer = SimpleNamespace(added_tokens_decoder={}, batch_decode=lambda ids, **options: ["", ""])
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy")
     sampler = SimpleNamespace(generate=lambda *given, **options: [[([5] * 200, logp, True)]])
     run = SimpleNamespace(args=common.Args(model="M"), tokenizer=tokenizer, sampler=sampler,
                           dtype=torch.float32, log=SimpleNamespace(first_diff=0))

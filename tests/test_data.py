@@ -8,12 +8,13 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import ipc, parquet
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from common import Args, Problem
 from engine import data
 from engine.base import UserError
-from engine.data import LETTER, STEM, STYLES, SUFFIX, SYSTEM, encode_prompt, load_problems
+from engine.data import LETTER, STEM, STYLES, SUFFIX, SYSTEM, encode_alone, encode_prompt, load_problems
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 5)]
 CSV = "problem,answer\n" + "".join(f"{row['problem']},{row['answer']}\n" for row in ROWS)
@@ -232,6 +233,7 @@ def test_questions_of_an_evaluation_that_are_trained_on_are_counted(tokenizer, t
     seen, unseen = (write(tmp_path / name, rows) for name, rows in (
         ("test.jsonl", [*ROWS[:2], dict(problem="3 * 3?")]), ("b.jsonl", [dict(problem="3 * 3?")])))
     args = Args(dataset=write(tmp_path / "a.jsonl", ROWS), eval=f"train,{seen},{unseen}", prompts_per_batch=1)
+    tokenizer.control = set()
     data.read_data(args, tokenizer, True, Problem)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--eval")]
     assert said == [f"--eval {seen}: 2 of its 3 questions are in --dataset, too."]
@@ -307,14 +309,19 @@ def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, 
     assert encode_prompt(tokenizer, "1+1?", "plain")
 
 
-def test_a_prompt_has_the_tokenizers_first_token_once(tokenizer):
-    from tokenizers.processors import TemplateProcessing
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+def test_a_prompt_has_the_tokenizers_first_token_once_and_no_end_token(tokenizer):
+    """Of a tokenizer that puts tokens around every text."""
+    def encode():
+        chats = [encode_prompt(tokenizer, "1+1?", style) for style in ("system", "suffix")]
+        plain = encode_prompt(tokenizer, "1+1?", "plain"), encode_alone(tokenizer, "1+1?", "plain")
+        return plain, [*chats, encode_alone(tokenizer, "1+1?")]
+
+    plain, chats = encode()
+    end, start, other = range(3)
     tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
-    assert encode_prompt(tokenizer, "1+1?", "plain").count(start) == 1
-    assert encode_prompt(tokenizer, "1+1?", "plain")[0] == start
-    assert encode_prompt(tokenizer, "1+1?", "suffix").count(start) == 2  # only the template's
+        single="<|im_start|> $A <|im_end|> <|endoftext|>",
+        special_tokens=[("<|endoftext|>", end), ("<|im_start|>", start), ("<|im_end|>", other)])
+    assert encode() == (tuple([start, *ids] for ids in plain), chats)
 
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])

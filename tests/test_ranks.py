@@ -26,7 +26,6 @@ FLAGS = ("--steps 1 --num_minibatches 4 --votes 8 --train_samples 8 --prompts_pe
 CROSSING = ("--steps 4 --checkpoint_every 1 --keep_checkpoints 9 --votes 4 --train_samples 4 "
             "--prompts_per_batch 2 --num_minibatches 2 --max_new_tokens 64 --lr 1e-4 --eval=").split()
 OWN = {  # scripts whose budget has other names
-    "restrain": "--prompt_weighting online".split(),
     "ettrl": "--trunks 2 --forks 2 --branches 2".split(),
     "dynamic_rl": "--votes 6 --train_samples 6".split()}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -135,6 +134,8 @@ def pairs(tmp_path_factory):
         jobs = [crossing[ranks]]
         for script in SCRIPTS:
             flags = [*FLAGS, *OWN.get(script, []), "--seed", "1", "--micro_tokens", micro_tokens]
+            if script == "restrain":  # whose initial votes are of all problems
+                flags += ["--dataset", str(four)]
             jobs.append(job(script, folder / f"{script}-{ranks}", *flags))
         flags = [*FLAGS, *(["--gradient_checkpointing", "on"] if ranks == 2 else [])]
         jobs.append(job("ttrl", folder / f"recomputed-{ranks}", *flags, "--micro_tokens", micro_tokens))

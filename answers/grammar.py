@@ -32,7 +32,7 @@ _BEFORE = (r"(?i:(?:the)?(?:final)?(?:answer|ans|result|total)(?:is|:|=)+|(?:opt
            r"(?=[-\d$]|\\frac|\\sqrt|\\begin)(?!.*[A-J]\))"
            rf"|{_ABOUT}|(?:[Aa]n?|[Tt]he)(?=[a-z]{{4}})(?!.*[=:])|\\approx|\\sim|=|m(?=\\angle)")
 # what a constant is, at the end: (c\in\mathbb{R}), where k is an integer, for any real c
-_SAID = r"(?:for|where|\\forall|any|all|every|some|arbitrary|real|integers?|constants?|numbers?|is|an?)"
+_SAID = r"(?:for|where|\\forall|any|all|every|arbitrary|real|integers?|constants?|numbers?|is|an?)"
 _IN = r"\\in (?:R|(?:\\mathbb )?(?:Z|\{ Z \})|\( - \\infty , \\infty \))"
 _CONSTANT = re.compile(
     r"(?<!\S)(?=.*(?:\\in|all|any|every|some|real|integer|constant))"
@@ -203,7 +203,7 @@ class Parser:
     def product(self) -> tuple:
         """Factors, with signs between them or without; a unit behind them is passed over. Words are none."""
         factors = [self.power()]
-        while not (unit := self.unit(factors)):
+        while not (unit := self.unit(factors[-1])):
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
                 factor = minus(self.power()) if self.take("-") else self.power()
@@ -226,20 +226,17 @@ class Parser:
         t = self.peek()
         return t not in _NO_FACTOR and not (t == "|" and self.bars)
 
-    def unit(self, factors: list[tuple]) -> str:
-        """The unit that follows, or nothing; step over it. One without \\text{} stands in
-        no brackets, roots or sums, and beside no letters."""
+    def unit(self, factor: tuple) -> str:
+        """The unit that follows, or nothing; step over it. Without \\text{} it stands in no brackets."""
         if sign := self.take("%", "$", r"\degree"):
             return sign
-        start, factor, digits = self.at, factors[-1], self.peek(-1)[:1].isdigit()
+        start, digits = self.at, self.peek(-1)[:1].isdigit()
         if not (found := self.match(UNIT, space=" ")):
             return ""
         digits = digits and factor[0] in ("number", "inverse") or factor[:2] == ("^", number(10))
         known = WORD_UNIT.fullmatch(found[0]) or SYMBOL_UNIT.fullmatch(found[0]) and digits
-        inside = self.depth or self.peek() in ("+", "-", *_RELATIONS)
-        named = kinds_in(("*", *factors)) & {"symbol", "call"}
         roman = {t.roman for t in self.tokens[start:self.at] if t.isalpha()} == {True}
-        if not roman and (inside or named or not known):
+        if not roman and (self.depth or not known):
             self.at = start
             return ""
         return found[0].strip(" .s")

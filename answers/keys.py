@@ -66,7 +66,9 @@ def key(answer: str) -> str:
             return found
     except NotMath:
         pass
-    return "text " + (re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens)) or answer)
+    thousands = re.search(r"\d,\d{3}(?!\d)", answer)  # 1,200 apples each are no 1, 200
+    plain = re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens))
+    return "text " + "," * bool(thousands) + (plain or answer)
 
 
 def _lower(words: list[str]) -> str:

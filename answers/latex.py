@@ -90,7 +90,7 @@ modulus   3 (mod 7)   \(? ?OPENED\\?\b[bp]?mod(?![a-z])[ {}]*(\w+)\}? ?\)?   \\p
 morning   3:05 am   (?<=:\d\d) ?OPENED ?[aA]\.? ?[mM]\.? ?\}?$   :a
 evening   3:05 pm   (?<=:\d\d) ?OPENED ?[pP]\.? ?[mM]\.? ?\}?$   :p
 decimal comma   3{,}5   (?<=\d)\{[,.]\}(?=\d)|(?<=\b0),(?=0\d)   .
-rounding   5 (approx.)   \s?OPENED ?\((?i:approx|rounded|to the)[^()]*\)\}?$
+rounding   5 (approx.)   \s?OPENED ?\((?i:approx|rounded|to the nearest)[^()]*\)\}?$
 """
 REWRITES = []
 for line in re.sub(r"\n {8}", "", _TABLE).strip().splitlines():

@@ -109,8 +109,8 @@ def table(text):
 # Each line is one answer. Most spellings are from public bug reports of graders.
 SAME = table(r"""
 0.5 | .5 | 0.50 | \frac12 | \dfrac{1}{2}
-1000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | \text{Answer: }1,000 | {\bf 1,000}
-3\text{ million}
+1000 | 1 000 | 1,000 | 1{,}000 | 1,\!000 | 1\,000 | 10^3 | \text{Answer: }1,000 | {\bf 1,000}
+3\text{ million} | 3 million | 3000000
 5 | x=5 | 5. | \text{5} | (5) | 5=x
 12 | =12 | 3\times4=12 | x\approx12
 90 | m\angle ABC=90^\circ | 90\u00b0 | 90\text{ degrees} | 90\%
@@ -127,19 +127,23 @@ SAME = table(r"""
 \sqrt{2} | \sqrt{2} (approximately 1.41)
 \frac{\pi}{6} | \frac{\pi}{6}=30^\circ | \theta=30^\circ=\frac{\pi}{6}
 \cos 30^\circ | \cos(30^\circ) | \frac{\sqrt3}{2}
+0.\overline{123456} | \frac{41152}{333333}
+9^{999} | 9^{998}\cdot9 | 3^{1998}
 1.2\overline{6} | \frac{19}{15} | 1.2666\ldots | x=1.2\bar{6}
 2\pi | 2\u03c0 | 2\pi\text{ cm} | A=\pi r^2=2\pi
 1/2\pi | \frac{\pi}{2} | \pi \div 4 + 1/4\pi
 52_8 | (52)_8 | 52_{\text{eight}}
+9:30\text{ am} | 9:30 A.M. | 9:30am
 3:05 PM | 3:05\text{ p.m.} | 3:05 pm
 11:21 | 11\u223621 | 11\colon21 | V_1:V_2=11:21
-\text{Evelyn} | evelyn | \operatorname*{Evelyn}
+\text{Evelyn} | evelyn | **Evelyn** | \operatorname*{Evelyn}
 YES | yes | \u201cYes\u201d
 1, 2, 3 | 3, 2, 1 | \{1,2,3\} | x=1, x=2, x=3 | 1, 2, \text{ and } 3
 1, 2 | x=1 \text{ ou } x=2 | x = 1 oder x = 2 | 1\u62162
 1,143,164,198,242,263,297,341 | 143,1,164,198,242,263,297,341
 1, 2, ... | 1, 2, \ldots | 1, 2, \dots
-(1,2) | x=1, y=2 | y=2, x=1 | \left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
+(1,2) | x=1, y=2 | y=2, x=1 | \langle1,2\rangle | x=1 \quad y=2 |
+\left( 1, 2 \right) | (1.0, \frac{4}{2}) | (1;2) | (x,y)=(1,2) | \vec{v}=(1,2)
 (1,2),(3,4) | (x,y)\in\{(1,2),(3,4)\} | (x,y)=(1,2)\text{ or }(x,y)=(3,4)
 \emptyset | \varnothing | \{ \}
 [2,\infty) | x\ge 2 | 2\le x | \left[2, +\infty\right) | x\in[2,\infty) | 2 \leq x<\infty
@@ -214,7 +218,8 @@ e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
 1 \\ 200 | 1200 | 110,143 | 143,110 | (1) 3 (2) 4 | (1) 6 (2) 2
 \pm1\pm\sqrt2 | \pm(1+\sqrt2) | \frac{3\pm\sqrt{5}}{7} | \frac{5\pm\sqrt{3}}{7}
 52_8 | 52 | 42 | 52\text{ (base 6)} | 52\text{ (base 7)}
-3\text{ million} | 3 | 3\text{ lakh rupees} | 3\text{ and a half hours} | 3\u4e07 | 3\text{ dozen}
+3\text{ million} | 3 | 3\text{ lakh rupees} | 5 (to the left) | 5 (to the right) |
+3\text{ and a half hours} | 3\u4e07 | 3\text{ dozen}
 12:00 | 1:00 | 3:05\text{ PM} | 3:05\text{ AM} | 3 to 4 | 4\text{ to }3
 3 in 5 | 5 in 3 | 3 by 5 | 3\text{ R }5 | 5\text{ R }3 | 15 | at least 3 | less than 3 | not 3 | twice 3 | 3
 (1,2) | (2,1) | [1,2] | [1,2) | 1,2
@@ -270,6 +275,7 @@ X_{(n)} | X_n | X_{(1)} | X_1 | k_BT | k_{BT} | a_nb | a_{nb}
 \lfloor n/2\rfloor | \lfloor m/2\rfloor | \log 2 | \ln 2 | \log 3 | \ln 3
 \sqrt[3]{-8} | 1+i\sqrt3 | 2 | (-8)^{2/3} | \sqrt[3]{1-x} | \sqrt[3]{x-1}
 (1,200), (3,400) | 1200, 3400 | (-1,200) | -1200 | (x+1,200) | x+1200 | 1,2,000 | 1, 2, 0 |
+1,200 each | 1, 200 each |
 0,125 | 125 | 0{,}125 | 0,025 | 0,25
 (100,200,300) | 100,200,300 | 5,25,125 | 525125 | 4,16,256 | 416256
 HTHTHT | HHHTTT | \text{HHTTTH} | A-B-C-D | A-C-B-D | A/B/C/D | A/C/B/D | A B C D | D C B A
@@ -286,6 +292,7 @@ x+k\text{ where }k\text{ is odd}
 \lfloor x+.1\rfloor | \lfloor x\rfloor
 (y-1)^3=x | y-1=x | |x|+|y|=1 | |x|+y=1 | y''-y=0 | y'' | y'=2y | y'/2
 dy/dx | dx/dy | xy | 50\%\cdot\frac12 | 25 | \sqrt{25\%} | 5 | 2^{50\%} | 2^{50} | 5^{th} | (2)\frac12 | 2.5
+\frac{dv}{dt}=3v | \frac{dv}{dt}=3t | 3v | 3t | 4 1/2/3 | 4.5/3
 x^Tx | xx^T | (12)(34) | 408 | 2ABC_{16} | 2BAC_{16} | 5\text{ for }x | 5\text{ for }y
 \sqrt{10^{60}+1} | 10^{30} | \tanh 100 | 1 | \ln(1+10^{-70}) | 0 | (2^{2024}+3^{2024})^{1/2024} | 3
 \text{for any real }c | \text{for any real }d

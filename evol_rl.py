@@ -4,12 +4,14 @@ Sections and tables below are those of its first version; docs/evol_rl.md has th
 
 The idea: majority drives selection, novelty promotes variation. With a reward of 1 or 0 all majority
 responses get the same advantage, so updates move probability to the whole cluster: entropy collapses, and
-responses grow short and alike. So every response of the majority is still rewarded above every other one, but
-in both blocks, the majority and the minority (every other valid response), those that say something the
-others do not (sentence embeddings) are paid more: in the majority to find other ways to its answer, in the
-minority to leave frequent mistakes. DAPO's wider upper clip keeps their push from being cut, an entropy bonus
-keeps them coming. A collapsed model does not stay so: the one response that differs gets a large advantage.
-In the paper both methods collapse at first; TTRL stays there, EVOL-RL recovers (3.4).
+responses grow short and alike. Here, too, every response of the majority gets more than any other response.
+But there are two blocks, the majority and the minority (every other valid response). Within each block the
+responses that say something new are paid more; sentence embeddings tell which these are. In the majority
+that rewards other ways to its answer, in the minority it makes the model leave frequent mistakes. DAPO's
+wider upper clip keeps the push of novel responses from being cut, and an entropy bonus keeps them coming.
+A collapsed model is pushed away from its one text: a response that reaches the majority's answer in another
+way gets a large advantage. A single response with another answer is pushed down, as in TTRL. In the paper
+both methods collapse at first; TTRL stays there, EVOL-RL recovers (3.4).
 
     valid      the last \\boxed{} contains a digit; an invalid response gets -1 and does not vote   (A.2, 2.2)
     novelty    u_i = 1 - (alpha mean_i + (1 - alpha) max_i)                                      (section 2.2)
@@ -19,7 +21,8 @@ In the paper both methods collapse at first; TTRL stays there, EVOL-RL recovers 
                released code; 2.2 says "in the entire batch")
                u~_i = (u_i - min u) / (max u - min u) within the block                                   (A.3)
     reward     R_i = 0.5 + 0.5 u~_i for the majority, -1 + 0.5 u~_i for the minority             (section 2.2)
-    advantage  A_i = (R_i - mean R) / (std R + eps)   over the G trained ones                           (GRPO)
+    advantage  A_i = (R_i - mean R) / (std R + eps)                                                     (GRPO)
+               over the G trained ones; novelty is over all N (the paper has one G for both)
     loss       mean_i mean_t  -min(ratio A_i, clip(ratio) A_i)     (Eq. 1: GRPO with clip_high above clip_low)
                + kl_coef KL_t                                                          (Table 3; not in Eq. 1)
                - entropy_coef H_t                                                                      (Eq. 2)
@@ -58,15 +61,15 @@ class Args(common.Args):
     (docs/recipes/evol_rl.md, which has each row of Table 1 in full)."""
     labels: Literal["majority", "gold"] = "majority"
     """Responses in the upper reward band (0.5 to 1). majority: the majority's (EVOL-RL). gold: the right
-    ones (ours), for Figure 4's RLVR."""
+    ones, for the supervised runs of Figure 4 (3.5)."""
     novelty: bool = True
     """Novelty reward. Off: '-Novelty Reward' of Table 2, which does not say what replaces it: 1 and 0 as
     TTRL's, for valid responses; needs no embedder."""
     alpha: Share = 0.5
     """Weight of the mean similarity; the maximum has 1 - alpha (alpha of section 2.2; Table 4)."""
     embedder: common.Place = "Qwen/Qwen3-Embedding-4B"
-    """Embedding model of sentence-transformers (A.3): Hub id, folder, or package:NAME with NAME/model/.
-    words: no model, but hashed words (ours)."""
+    """Embedding model of sentence-transformers: Hub id, folder, or package:NAME with NAME/model/. The paper's
+    is Qwen3-Embedding-4B (A.3, as "Qwen3-4B-Embedding"). words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28
     """Upper clip: ratios are at most 1 + clip_high (epsilon_high of Eq. 1; Table 4); for Table 2's
     '-ClipHigh' we take 0.2, which the paper does not give."""
@@ -77,7 +80,8 @@ class Args(common.Args):
     epochs: common.CountOrZero = 3
     """Passes over the problems (released code: 3, over an AIME24 file that has each problem 16 times)."""
     eval_every: common.CountOrZero = 0
-    """Steps between evaluations; 0: only at start and end: one of MATH-500 samples a sixth of training's."""
+    """Steps between evaluations. 0: only at start and end. One evaluation on MATH-500 samples 16,000
+    responses, a sixth of what three epochs of training on it sample."""
     eval_samples: common.Count = 32
     """Responses per problem of evaluation (Table 1)."""
     eval_top_k: common.CountOrZero = 20
@@ -114,9 +118,9 @@ def valid_classes(problem: Problem, responses: list[Rollout],
                   labels: str = "majority") -> tuple[list[int | None], int | None]:
     """([N] answer classes, None if invalid; the class rewarded with 0.5 to 1). EVOL-RL, A.2.
 
-    Valid are answers with a digit, and (ours) letters of multiple choice. labels 'gold' (Figure 4): it is the
-    gold answer's, or -1, which nobody has, if nobody gave it; a verifier does not ask for digits, so the
-    right answer is valid without one."""
+    Valid are answers with a digit, and (ours) letters of multiple choice. labels 'gold' (Figure 4): the class
+    rewarded is the gold answer's. If nobody gave it, this is -1, a class that no response has. The gold
+    answer is valid without a digit, too, since a verifier does not ask for one (ours)."""
     classes = common.answer_classes(problem, responses)
     gold = None
     if labels == "gold":
@@ -147,9 +151,10 @@ def scaled_novelty(similarity: torch.Tensor, block: list[int], valid: list[int],
                    alpha: float = 0.5) -> torch.Tensor:
     """u~ of a block, in 0..1: min-max of u. EVOL-RL, A.3.
 
-    Two cases are the released code's: alone in its block, u~ is 1 (A.3 gives 0); all equally
-    novel, u~ is 0.5 (A.3 gives 0); "equally", within 1e-6, is ours. In a block of two that are each other's
-    nearest, both are always equally novel, as their means are one number."""
+    Two cases follow the released code, where A.3 gives 0. A response alone in its block has u~ = 1. If all of
+    a block are equally novel, all have u~ = 0.5; that a difference up to 1e-6 counts as equal is ours. Two
+    responses that form a block and are each other's nearest are always equally novel: both have the same mean
+    and the same maximum."""
     if len(block) < 2:
         return torch.ones(len(block))
     u = novelty(similarity, block, valid, alpha)

@@ -1,11 +1,11 @@
 """RESTRAIN: From Spurious Votes to Signals (Yu et al., ICLR 2026, arXiv:2510.02172).
 
-The idea: the majority is often wrong although some response is right, so rewarding it alone trains on wrong
-labels and ignores right ones. Take every answer as a pseudo-label, weighted by its votes: a response is
-pushed up by its own answer's weight, down by those of all others. Rare answers are mostly wrong, so they
-weigh less; with the majority alone, or with equal weights, training collapses (5, F). Where fewer than kappa
-agree, probably none is right, and all are pushed down. Scale a prompt's loss by how sure the base model
-was of it; weights from the policy would grow with its own overconfidence.
+The idea: the majority is often wrong although some response is right. Rewarding the majority alone then
+trains on a wrong label and ignores the right one. So every answer is a pseudo-label, with a weight that grows
+with its votes. The label that a response gives pushes it up, all other labels push it down. Rare answers are
+mostly wrong, so they weigh less; with the majority alone, or with equal weights, training collapses (5, F).
+Where fewer than kappa agree, probably none is right, and all are pushed down. A prompt's loss is scaled by
+how sure the base model was of it; weights from the policy would grow with its own overconfidence.
 
     labels     w_j  = g(c_j / n) / sum_l g(c_l / n),  c_j of n responses gave answer j                 (Eq. 3)
                g(f) = exp(-(f - 1)^2 / (2 sigma^2)), our form of "a Gaussian ... with bias sigma"   (2.1, D.2)
@@ -13,7 +13,8 @@ was of it; weights from the policy would grow with its own overconfidence.
     advantage  A_ij = GRPO advantage of response i if j is the label; the paper prints no division by std
                A_ij = -delta for all, if max_j c_j < kappa: rewards 0, less the penalty                (Eq. 4)
     prompt     u    = g(c_ref / n),  c_ref = votes for the base model's majority answer             (Eq. 5)
-    loss       u (sum_j w_j mean_i mean_t  -min(ratio A_ij, clip(ratio) A_ij) + kl_coef KL_t)       (Eq. 6, 7)
+    loss       u mean_i mean_t [ sum_j w_j (-min(ratio A_ij, clip(ratio) A_ij)) + kl_coef KL_t ]    (Eq. 6, 7)
+               KL_t stands once, as the w_j sum to 1
 
 (Eq. 7 prints -beta KL in a loss that is minimised; the sign is Eq. 1's. Its ratio is one per response; ours
 is one per token, as in GRPO (docs/readings.md). The paper's other numbers: KL coefficient 0.001, entropy
@@ -46,14 +47,15 @@ class Args(common.Args):
     label_weighting: Literal["gaussian", "majority", "uniform"] = "gaussian"
     """Label weights w_j (Eq. 3). majority: all on the majority's, as sigma 0. uniform: equal (sigma inf)."""
     sigma: common.NonNegativeOrInf = 0.5
-    """Width sigma of the label weights, 0 to inf (D.2). A narrow optimum: 0.25 costs the paper 8.8 points on
-    average, 1 costs 14.0 (Table 8)."""
+    """Width sigma of the label weights (D.2), from 0 to inf (Table 8). The optimum is narrow: with 0.25 the
+    paper's mean is 8.8 points lower, with 1 it is 14.0 lower (Table 8)."""
     kappa: common.CountOrZero = 3
-    """Minimum number of majority votes; with fewer, every response of a prompt is penalised (Eq. 4; D.2). Of
-    16 votes, 2 costs 8.5 points and 5 costs 8.0 (Table 10). 0: never (Table 4)."""
+    """Minimum number of majority votes; with fewer, every response of a prompt is penalised (Eq. 4; D.2).
+    With 2 the paper's mean is 8.5 points lower, with 5 it is 8.0 lower (Table 10, 16 votes). If you raise
+    --votes, raise kappa in proportion (G). 0: no penalty, our reading of Table 4's row without it."""
     delta: common.NonNegative = 1.0
-    """The penalty: their advantage is -delta (Eq. 4; D.2); 0.1 costs 7.0 points, 2 costs 11.9
-    (Table 9)."""
+    """The penalty: responses to such a prompt have the advantage -delta (Eq. 4; D.2). With 0.1 the paper's
+    mean is 7.0 points lower, with 2 it is 11.9 lower (Table 9)."""
     prompt_weighting: Literal["offline", "online", "none"] = "offline"
     """Prompt weights u of Eq. 5, from the base model, or online (Appendix E does not say how; we take the
     current responses); none: 1 (Table 4)."""
@@ -64,7 +66,7 @@ class Args(common.Args):
     train_samples: common.Count = 16
     """Responses trained per prompt: all (Eq. 7)."""
     lr: common.NonNegative = 1e-6
-    """Peak learning rate of AdamW (D.2)."""
+    """Peak learning rate of AdamW. D.2 has the number, but no schedule: ours is in docs/readings.md."""
     epochs: common.CountOrZero = 20
     """Passes over the problems (D.2). The paper gives no --prompts_per_batch; for DAPO we take 128."""
     max_new_tokens: common.Count = 4096
@@ -92,7 +94,8 @@ class Args(common.Args):
         return math.inf if self.prompt_weighting == "none" else self.prompt_sigma
 
     def has_gradient(self, response):
-        # plus + minus may be 0 while both are not: then ratios other than 1 have a gradient
+        # With plus = -minus the advantage is 0. But once the ratio is clipped, only one of the two still has
+        # a gradient, so such a response is computed.
         return super().has_gradient(response) or response.minus != 0
 
 
@@ -159,7 +162,7 @@ def restrain_advantages(classes: list[int | None], kappa: int = 3, delta: float 
 
 def restrain_surrogate(ratio: torch.Tensor, clipped: torch.Tensor, a_plus: torch.Tensor,
                        a_minus: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A-; all [T]. RESTRAIN Eq. 6, 7.
+    """sum_j w_j min(ratio A_j, clipped A_j) per token, from A+ and A-; all [T]. RESTRAIN Eq. 2, 6, 7.
 
     >>> restrain_surrogate(torch.tensor(1.5), torch.tensor(1.2), torch.tensor(0.5), torch.tensor(-0.25))
     tensor(0.2250)
@@ -219,8 +222,8 @@ def main(args: Args) -> None:
             count = majority_count(classes_N)
             label = weighted_labels(classes_N, args.label_sigma) if count >= args.kappa else None
             log.vote(prompt, responses, classes_N, plus_N + minus_N, label=label)
-            # Online, and for a prompt that a fork has added, these are this step's own votes.
-            c_ref = initial.get(prompt.id, (None, count))[1]
+            # Votes of the base model, or this step's own if none were counted (online; a prompt added later).
+            c_ref = initial[prompt.id][1] if prompt.id in initial else count
             u = prompt_weight(c_ref, args.votes, args.u_sigma)
             for i in trained_G:
                 responses[i].plus, responses[i].minus = float(plus_N[i]), float(minus_N[i])

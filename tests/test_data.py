@@ -51,17 +51,12 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     assert "4 of them have a gold answer" in capsys.readouterr().out
 
 
-BAD_FILES = {
-    "a.jsonl": ('{"problem": "p"}\n\n{"problem": \n', "cannot be read: row 2, character 14: Expecting"),
-    "a.csv": ("problem,answer\nIs 1,000 even?,yes\n", "row 1 must have one field for each column"),
-    "b.jsonl": ('{"text": "p", "x": 1}', "no column question, problem, prompt or messages that")}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files_are_one_sentence(tmp_path, name):
-    content, words = BAD_FILES[name]
-    file = write(tmp_path / name, content)
-    assert file in loaded(file) and words in loaded(file)
+@pytest.mark.parametrize("name, text", [
+    ("a.csv", "problem,answer\nIs 1,000 even?,yes\n"), ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n')])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, text):
+    """A comma without quotation marks would make another question."""
+    file = write(tmp_path / name, text)
+    assert loaded(file).startswith(f"{file} cannot be read: row ")
 
 
 LINE = '"p, ""q""\nr\u2028s", "007"\nNA,N/A\n'
@@ -81,15 +76,14 @@ def test_fields_are_read_as_they_are_written(name, text, expected, tmp_path):
 
 
 def write_table(table, path):
-    """kind stream: an .arrow file as `datasets` writes it, kind file: as pandas and polars do."""
+    """As .parquet, or as pandas and polars write .arrow."""
     if path.suffix == ".parquet":
         return parquet.write_table(table, path)
-    new = ipc.new_stream if path.stem == "stream" else ipc.new_file
-    with new(path, table.schema) as writer:
+    with ipc.new_file(path, table.schema) as writer:
         writer.write_table(table)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_file_that_was_replaced_and_kept_its_time_is_read_anew(name, tmp_path):
     for problem, answer in (("p", "1"), ("q", "2")):
         write_table(pyarrow.table(dict(problem=[problem], answer=[answer])), tmp_path / name)
@@ -97,26 +91,14 @@ def test_a_file_that_was_replaced_and_kept_its_time_is_read_anew(name, tmp_path)
         assert loaded(tmp_path / name) == [(problem, answer)]
 
 
-TWO_FLOATS = pyarrow.list_(pyarrow.float32(), 2)
-
-
-@pytest.mark.parametrize("kind, values", [
-    *[(kind, [0.1, None, 1e20, 3]) for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64())],
-    *[(kind, [[0.1, 0.7], None]) for kind in (
-        pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float16()), TWO_FLOATS)],
-    (pyarrow.list_(pyarrow.struct([("a", TWO_FLOATS), ("b", pyarrow.string())])),
-     [[dict(a=[0.1, 0.7], b="c")], [None]]),
-    (pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), ["a"])], ids=str)
-def test_a_float_of_16_or_32_bits_has_the_digits_that_were_written(kind, values, tmp_path):
-    values = [None if kind == "halffloat" and value == 1e20 else value for value in values]
-    table = pyarrow.table(dict(problem=["p"] * len(values), extra=pyarrow.array(values, kind)))
-    assert [row["extra"] for row in data._rows_of(table)] == values
-
-
-def test_a_gold_answer_in_a_struct_of_a_parquet_file_has_its_digits(tmp_path):
-    gold = pyarrow.array([dict(ground_truth=0.1)], pyarrow.struct([("ground_truth", pyarrow.float32())]))
-    write_table(pyarrow.table(dict(prompt=["p"], reward_model=gold)), tmp_path / "a.parquet")
-    assert loaded(tmp_path / "a.parquet") == [("p", "0.1")]
+@pytest.mark.parametrize("kind, value", [
+    (pyarrow.float16(), 0.1), (pyarrow.float32(), 1e20), (pyarrow.list_(pyarrow.float32()), [0.1, None]),
+    (pyarrow.struct([("a", pyarrow.float32())]), dict(a=0.1))], ids=str)
+def test_a_float_of_16_or_32_bits_has_the_digits_that_were_written(kind, value, tmp_path):
+    table = pyarrow.table(dict(problem=["p"], extra=pyarrow.array([value], kind)))
+    write_table(table, tmp_path / "a.arrow")
+    problem, = load_problems(str(tmp_path / "a.arrow"))
+    assert problem.row["extra"] == value
 
 
 def test_a_saved_data_set_is_read(tmp_path):
@@ -142,31 +124,24 @@ def test_a_usual_column_is_found(tmp_path, row, answer):
     assert loaded(write(tmp_path / "a.jsonl", [row])) == [("q", answer)]
 
 
-ANSWER_TURN = dict(role="assistant", content="a")
 TWO = dict(choices=["x", "y"])
 
 
 @pytest.mark.parametrize("row", [
-    *[dict(question=question) for question in (
-        5, " \n", None, "2+3 \ud83d?", ["q"], [dict(name="f")], [USER, ANSWER_TURN, USER], [SYSTEM_TURN],
-        [dict(role="user", content=[dict(type="text", text="q")])])],
+    *[dict(question=question) for question in (5, " \n", "2+3 \ud83d?", [USER, USER], [SYSTEM_TURN])],
     *[dict(question="q", choices=choices, answer=0) for choices in (
-        dict(text=["x", "y"], label=["A", "B"]), "['x', 'y']", ["x"], list("abcdefghijk"), ["x", None])],
-    *[dict(question="q", answer=right) | TWO for right in (2, -1, True, "1", "B", [0])]], ids=str)
+        "['x', 'y']", ["x"], list("abcdefghijk"), ["x", None])],
+    *[dict(question="q", answer=right) | TWO for right in (2, -1, True, "1")]], ids=str)
 def test_what_would_be_read_otherwise_than_it_is_meant_is_refused_with_its_row(row, tmp_path):
     refusal = loaded(write(tmp_path / "a.jsonl", [dict(question="p"), row]))
     assert "a.jsonl, row 2: " in refusal
 
 
 def test_golds_that_fit_in_no_box_and_turns_that_are_not_used_are_said(tmp_path, capsys):
-    rows = [dict(prompt=[USER], answer="It is clear. " * 40), dict(prompt=[USER | dict(content="r")])]
+    rows = [dict(prompt=[SYSTEM_TURN, USER], answer="It is clear. " * 40), dict(prompt="r", answer="1")]
     load_problems(write(tmp_path / "a.jsonl", rows))
     out = capsys.readouterr().out
-    assert "1 of these fit in no box; " in out and "columns not used: []" in out
-    rows[1]["prompt"].insert(0, SYSTEM_TURN)
-    load_problems(write(tmp_path / "a.jsonl", rows[1:]))
-    out = capsys.readouterr().out
-    assert "fit in no box" not in out and "columns not used: ['system turns" in out
+    assert "1 of these fit in no box; " in out and "columns not used: ['system turns" in out
 
 
 def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
@@ -290,23 +265,13 @@ def test_turns_and_text_of_a_template_file_are_kept(tokenizer, tmp_path):
         assert tokenizer.decode(encode_prompt(tokenizer, "2+2?", str(file))) == expected
 
 
-FILE = "--prompt is '{file}', but must be system, suffix, plain or a template file: "
-
-
-@pytest.mark.parametrize("template, text, words", [
-    (CHATML, "[user]\nHi\n[assistant]\n{question}", FILE), (CHATML, "[User]\n{question}", FILE),
-    (GEMMA, TURNS, "fails (no system role)"), (NO_ROLE, TURNS, "fails (it leaves out the [system] turn)"),
-    ("{{ raise_exception('no, never') }}", "", "fails (no, never)"), (None, "", "chat template")])
-def test_a_template_that_is_bad_loses_a_turn_or_fails_is_one_sentence(template, text, words, tmp_path):
+@pytest.mark.parametrize("template, text", [
+    (CHATML, "[user]\nHi\n[assistant]\n{question}"), (CHATML, "[User]\n{question}"), (NO_ROLE, TURNS)])
+def test_a_template_that_is_bad_or_loses_a_turn_is_refused(template, text, tmp_path):
     file = tmp_path / "template.txt"
     file.write_text(text)
-    tokenizer = toy_tokenizer(template)
-    with pytest.raises(UserError) as error:
-        encode_prompt(tokenizer, "1+1?", str(file) if text else "system")
-    said = str(error.value)
-    assert words.replace("{file}", str(file)) in said and "\n" not in said
-    assert words is FILE or "--prompt plain" in said
-    assert encode_prompt(tokenizer, "1+1?", "plain")
+    with pytest.raises(UserError):
+        encode_prompt(toy_tokenizer(template), "1+1?", str(file))
 
 
 def test_a_prompt_has_the_tokenizers_first_token_once_and_no_end_token(tokenizer):

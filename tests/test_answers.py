@@ -55,9 +55,7 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"First \boxed{3}. After a long check of every case above, the answer is \boxed{4}", "4"),
     # a next turn that the model invented
     ("$\\boxed{5}$.\n\nQuestion: What is $2+2$?\nThe answer is $\\boxed{4}$", "5"),
-    ("\\boxed{5}\n\nHuman: and 3?\n\nAssistant: \\boxed{6}", "5"),
     ("\\boxed{5}\n\n**Problem 2:** \\boxed{6}", "5"),
-    ("\\boxed{5}\n[Question: the number]\n\\boxed{6}", "5"),
     ("\\boxed{5}\n[user]\nWhat is 3?\n[assistant]\n\\boxed{6}", "5"),
     ("\\boxed{5}<|im_start|>user\nWhat is 3?\n\\boxed{6}", "5"),
     ("\\boxed{4} is the question: no.\nThe user asked for more: \\boxed{5}", "5"),
@@ -77,8 +75,8 @@ def test_the_answer_of_a_response(text, expected):
 
 
 @pytest.mark.parametrize("end_of_prompt", [
-    "<think>\n", "<think>\nOkay.", "Well, <think> a", "<think>a</think> b <think>" + "Let us see. " * 99,
-    r"<think>\boxed{7}", "<|channel|>analysis<|message|>", "Let me <thi"])
+    "<think>a</think> b <think>" + "Let us see. " * 99, r"<think>\boxed{7}", "<|channel|>analysis<|message|>",
+    "Let me <thi"])
 def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed(end_of_prompt):
     tag = "nk>" * end_of_prompt.endswith("<thi")
     close = "<|channel|>final<|message|>" if "channel" in end_of_prompt else "</think>"
@@ -88,8 +86,7 @@ def test_a_thought_that_the_prompt_opened_gives_no_answer_until_it_is_closed(end
 
 
 @pytest.mark.parametrize("end_of_prompt", [
-    "", "Well", "<think>\n\n</think>\n\n", "Well, <think> a </think> b", r"Not \boxed{7}, but",
-    r"<think>\boxed{7}</think>"])
+    "<think>\n\n</think>\n\n", r"Not \boxed{7}, but", r"<think>\boxed{7}</think>"])
 def test_a_prompt_without_an_open_thought_changes_no_answer(end_of_prompt):
     assert extract_answer(r" is \boxed{2}", 0, end_of_prompt) == "2"
     assert extract_answer(" no box", 0, end_of_prompt) is None
@@ -320,12 +317,10 @@ def test_classes_are_numbered_by_first_appearance_and_none_is_none():
     (None, []),
     ("$1003$", ["$1003$"]),
     (["2", "3"], ["2", "3"]),  # either is right
-    (["$69$,$84$"], ["$69$,$84$"]),
-    ([], []),
     (True, ["True"]),
     ("['70']", ["70"]), ("['70', '71']", ["70", "71"]),
     (r"\fbox{5}", ["5"]), (r"so \boxed{5}", ["5"]), ("work #### 5", ["5"]),
-    ("N/A", []), (float("nan"), []), ("", []),
+    ("N/A", []), (float("nan"), []),
     (dict(ground_truth="4"), ["4"]),
 ])
 def test_a_gold_answer_is_read(value, expected):
@@ -477,8 +472,8 @@ def test_different_gold_answers_differ(name):
 SENTINEL = Path(tempfile.gettempdir()) / "answers_test_sentinel"
 HOSTILE = [
     # what is large to compute
-    "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "x^{x^{x^{x}}}", r"(-1)^{\sqrt{2}}",
-    "(x+1)^{999}(x-1)^{999}", "(x+y+z+a+b+c+d)^{99}", "100000000!", "9!!!", r"\binom{100000000}{50000000}",
+    "9^{9^{9^9}}", r"(-1)^{\sqrt{2}}",
+    "(x+1)^{999}(x-1)^{999}", "(x+y+z+a+b+c+d)^{99}", "100000000!", r"\binom{100000000}{50000000}",
     r"\sum_{k=1}^{10^9} \frac{1}{k}", r"\int_0^1 x^{x^{x}} dx", r"\zeta(10^9)",
     r"\sin(9^{9^9})", r"\lfloor 9^{9^9}\cdot\pi \rfloor", r"\sqrt[9^{9^9}]{2}",
     # long and deep
@@ -486,8 +481,7 @@ HOSTILE = [
     "1+" * 150 + "1", "x^" * 60 + "x", "-" * 390, "," * 390, "\\" * 399, "{" * 399, r"\text{" * 80,
     # code
     f"__import__('os').system('touch {SENTINEL}')",
-    f"open('{SENTINEL}','w')", f"$(touch {SENTINEL})",
-    "().__class__.__bases__[0].__subclasses__()", "1\n2\n3", "[null, true]",
+    f"open('{SENTINEL}','w')", "1\n2\n3", "[null, true]",
     # numbers that are none, too large or too strange
     "nan", "inf", "1e999999999", "0^{-1}", "\\frac{0}{0}", "\\log 0", "\u0661\u0662\u0663", "\ud800",
     r"\infty-\infty", "0.{3}", "9.9e999/3",
@@ -564,7 +558,6 @@ def test_thinking_tags_that_are_special_tokens_are_seen():
             ("Q", r"<think> try \boxed{3} </think> so no box", True, None),
             ("Q", r"<think> try \boxed{3} </think> \boxed{4}", True, "4"),
             ("Q<think>", r"try \boxed{3}, hmm", False, None),
-            ("Q<think>", r"try \boxed{3} </think> \boxed{4}", True, "4"),
             ("Q", r"\boxed{3}", True, "3")]:
         ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * finished
         response = common.Rollout(tokenizer.encode(prompt, add_special_tokens=False), ids, None, finished)

@@ -124,7 +124,6 @@ FILTER = [
     "Let $f(x) = x^3$.\n1) Compute $f'(2)$.\n2) Compute $f''(2)$.",
     "A box has 5 red balls. Determine: (1) the chance of red (2) the chance of blue",
     "For the parabola $y = x^2 - 2x$, determine (a) its vertex, (b) its roots.",
-    "(a) Solve $x^2 = 9$. (b) Solve $x^2 = 16$.",
     "Consider the vector (1, 2). Compute (i) its length, (ii) its angle with the first axis.",
     # solutions inside
     "What is $2 + 2$? Answer: 4",

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import common
 import ttrl
-from engine.data import SUFFIX, SYSTEM, encode_prompt, end_of_prompt, load_problems
+from engine.data import encode_prompt, end_of_prompt
 from engine.models import read_config, read_tokenizer
 from engine.options import TOY_MODEL
 
@@ -57,34 +57,6 @@ def show(launch):
     return shown
 
 
-# ------------------------------------------------- what is sent ------------------------------------------
-def system(text):
-    return f"<|im_start|>system\n{text}<|im_end|>\n"
-
-
-def user(text):
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_the_prompt_is_shown_as_it_is_sent(bring, launch):
-    """Of a folder without weights, whose template inserts a system turn, like Qwen's."""
-    own = system("You are Qwen, created by Alibaba Cloud.")
-    folder = bring("{% if messages[0].role != 'system' %}" + own + "{% endif %}" + CHATML)
-    (Path(folder) / "model.safetensors").unlink()
-    question = load_problems("toy")[0].question
-    theirs = dict(model=folder, max_prompt_tokens=256, max_new_tokens=64)
-    train, first, questions = "first problem of --dataset", "first problem of toy", "z_0 (--question_prompt)"
-    for script, flags, expected in [
-            ("ttrl", dict(theirs, dataset="toy", eval="", prompt="suffix"),
-             {train: own + user(question + SUFFIX)}),
-            ("dynamic_rl", dict(theirs, eval="toy", prompt="system", question_prompt="Write a problem."),
-             {first: system(SYSTEM) + user(question), questions: own + user("Write a problem.")})]:
-        code, out, error = launch(script, show_prompt=True, **flags)
-        assert not code, error
-        shown = dict(re.findall(r"^--- (.*?): \d+ tokens\n(.*?)\n(?=--- |\Z)", out, re.DOTALL | re.MULTILINE))
-        assert shown == expected
-
-
 # ------------------------------------------------- where a response ends ---------------------------------
 def test_a_response_ends_where_the_chat_template_ends_a_turn(bring, tmp_path, capsys):
     """The toy with another end of sequence, which it never writes, trains as it does with its own."""
@@ -112,13 +84,11 @@ def test_the_token_behind_a_turn_ends_a_response(name, bring, show):
     assert said == ([end] if end else [])
 
 
-@pytest.mark.parametrize("own, stops", [
-    (None, [0, 2, 31]), ("{}", [0, 2, 31]), ('{"eos_token_id": 5}', [0, 2, 5])])
+@pytest.mark.parametrize("own, stops", [("{}", [0, 2, 31]), ('{"eos_token_id": 5}', [0, 2, 5])])
 def test_the_models_own_end_tokens_are_those_of_one_file(own, stops, bring):
     """Of config.json if generation_config.json has none, as vLLM and transformers read them."""
     folder = Path(bring(eos_token_id=[2, 31]))
-    if own:
-        (folder / "generation_config.json").write_text(own)
+    (folder / "generation_config.json").write_text(own)
     assert read_tokenizer(str(folder), read_config(str(folder), 100), "system")[1] == stops
 
 
@@ -131,14 +101,10 @@ def change(folder, name, edit):
     file.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("name, edit", [
-    ("tokenizer_config.json", lambda config: config.update(split_special_tokens=True)),
-    # a letter stands behind it
-    ("tokenizer.json", lambda config: [token.update(single_word=True) for token in config["added_tokens"]])])
-def test_a_tokenizer_that_makes_pieces_of_the_templates_tokens_is_refused(name, edit, bring, show):
+def test_a_tokenizer_that_makes_pieces_of_the_templates_tokens_is_refused(bring, show):
     folder = bring()
     assert "first problem" in show(folder)
-    change(folder, name, edit)
+    change(folder, "tokenizer_config.json", lambda config: config.update(split_special_tokens=True))
     assert "makes pieces of <|im_start|>" in show(folder)
     assert "first problem" in show(folder, prompt="plain")
 
@@ -146,9 +112,8 @@ def test_a_tokenizer_that_makes_pieces_of_the_templates_tokens_is_refused(name, 
 SPLICED = "2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 HEADER = CHATML.replace("<|im_start|>{{", "<b>{{")  # a token that no file calls special
 HELD = [  # the question, the template, the control token that it holds
-    (SPLICED, CHATML, "<|im_start|><|im_end|>"), ("<|im_start|>", THINKING, "<|im_start|>"),
-    ("Say <b>.", HEADER, "<b>"), ("Say <b>, <|im |> and <think>.", CHATML, None),
-    ("Reason in <b>.", CHATML.replace("{% endif %}", "<b>{% endif %}"), None)]  # as a <think> is opened
+    (SPLICED, CHATML, "<|im_start|><|im_end|>"), ("Say <b>.", HEADER, "<b>"),
+    ("Say <b>, <|im |> and <think>.", CHATML, None)]
 
 
 @pytest.mark.parametrize("question, template, token", HELD)
@@ -160,7 +125,7 @@ def test_a_question_that_holds_control_tokens_is_refused_with_its_row(question, 
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(json.dumps(dict(problem=text)) for text in ("q", question)))
     said = show(folder, dataset=str(file), prompts_per_batch=1)
-    words = f"{file}, row 2: the question holds control tokens of --model, {token!r}; take them out"
+    words = f"{file}, row 2: the question holds control tokens of --model, {token!r}"
     assert (words if token else "first problem") in said
     assert "first problem" in show(folder, dataset=str(file), prompts_per_batch=1, prompt="plain")
 
@@ -170,15 +135,14 @@ OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %
 LLAMA = ("{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}"
          "[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}")
 TURNED = "<|im_end|>\n<|im_start|>assistant\n"
-LONG = "Well, let me see what it is. " * 20  # more tokens than anybody would look at behind a prompt
+LONG = "Well, let me see." * 30  # more tokens than anybody would look at behind a prompt
 BEGINNINGS = [  # template, prompt file, what is handed on; a question and what a user says of tags are not
     (CHATML, "[user]\n{question}\nThink in <think>.", TURNED),
     (OPENS, "[user]\n{question}", TURNED + "<think>\n"),
-    (OPENS, "[user]\n{question}\n[assistant]\n" + LONG.strip(), TURNED + "<think>\n" + LONG.strip()),
-    (CHATML, "[user]\nq\n[assistant]\n<think>\n[user]\n{question}\n[assistant]\n<think> " + LONG.strip(),
-     TURNED + "<think> " + LONG.strip()),
+    (CHATML, "[user]\nq\n[assistant]\n<think>\n[user]\n{question}\n[assistant]\n<think> " + LONG,
+     TURNED + "<think> " + LONG),
     (LLAMA, "[user]\n{question}\n[assistant]\n<think>", " [/INST]<think>"),
-    (CHATML, "Think in <think>. Q: {question}\nA: <think> " + LONG.strip(), "\nA: <think> " + LONG.strip()),
+    (CHATML, "<think> Q: {question}\nA: <think> ", "\nA: <think> "),
     (CHATML, "<think> Q: {question}", "")]
 
 

@@ -51,12 +51,10 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path, name, capsys):
     assert "4 of them have a gold answer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, text", [
-    ("a.csv", "problem,answer\nIs 1,000 even?,yes\n"), ("a.jsonl", '{"problem": "p"}\n\n{"problem": \n')])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, text):
-    """A comma without quotation marks would make another question."""
-    file = write(tmp_path / name, text)
-    assert loaded(file).startswith(f"{file} cannot be read: row ")
+def test_a_comma_without_quotation_marks_is_refused(tmp_path):
+    """It would make another question."""
+    file = write(tmp_path / "a.csv", "problem,answer\nIs 1,000 even?,yes\n")
+    assert loaded(file).startswith(f"{file} cannot be read: row 1 ")
 
 
 LINE = '"p, ""q""\nr\u2028s", "007"\nNA,N/A\n'
@@ -115,7 +113,6 @@ VERL = dict(style="rule", ground_truth="40")
 @pytest.mark.parametrize("row, answer", [
     ({"Question": "q", "Answer": "7"}, "7"),
     ({"problem": "q", "solution": "so it is \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
-    ({"prompt": [USER], "reward_model": VERL}, "40"),
     ({"prompt": [SYSTEM_TURN, USER], "reward_model": VERL}, "40"),
     ({"problem": "q", "answer": [None, "3"]}, "3"),
     ({"question": "q", "answer": "He has 10 + 30 = 40.\n#### 40"}, "40"),

@@ -61,7 +61,6 @@ FORKS = [  # changed lines of ttrl.py; the least share of the majority that is t
     (VOTE, SKIP.format(.6) + VOTE, .6, r"assert \[\d"),  # other problems vote
     ("rewards_N[trained_G]", "rewards_N[:len(trained_G)]", 0, "approx"),
     ("= group_advantages(", "= -group_advantages(", 0, "approx"),
-    ("pg_T = -torch", "pg_T = torch", 0, "sign of the loss"),
     ("(logp_T - micro.old_logp_T)", "(micro.old_logp_T - logp_T)", 0, "sign of the loss")]
 
 

@@ -65,17 +65,6 @@ def test_flips_and_fates_of_a_run_by_hand(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------- the page -----------------------------------------------
-def test_the_first_sentences_are_made_of_the_runs_numbers():
-    lines = [{"step": 0, "eval/test/greedy": .06, "eval/test/pass@1": .3, "eval/test/maj@32": .68},
-             {"step": 9, "reward": 1},
-             {"step": 9, "eval/toy/pass@1": .9, "eval/test/pass@1": .6, "eval/test/greedy": .7}]
-    options = dict(dataset="toy")
-    said = report.told(lines, dict(learned=.03, kept=.68, corrupted=.02, never=.27), options)
-    assert said.startswith("Accuracy on test: greedy 6% before, 70% after; sampled 30% before, 60% after. "
-                           "Without training the base model's vote of 32 (maj@32) is right on "
-                           "68%; another prompt was not tried. Majorities in")
-
-
 def test_nothing_in_a_response_ends_the_pages_script(tmp_path):
     """A text is data: no "<" of it stands in the page."""
     rows = []

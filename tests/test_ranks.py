@@ -253,12 +253,12 @@ def disagreeing(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, sentence", [
-    ("flag", "--lr is 0.0 on rank 1, but 0.001 on rank 0; all ranks need the same command"),
+    ("flag", "--lr is 0.0 on rank 1"),
     ("data", "the data of --dataset is "),
     ("weights", "the weights of --model is "),
-    ("own_advantage", "the ranks have different advantages: every rank must compute the same, from all"),
-    ("one_left_out", "ValueError: the ranks have different responses to score or train: every rank must"),
-    ("disk", "which another rank wrote: --out must be on a file system that all nodes share"),
+    ("own_advantage", "the ranks have different advantages"),
+    ("one_left_out", "the ranks have different responses"),
+    ("disk", "which another rank wrote"),
 ])
 def test_ranks_that_do_not_have_the_same_stop(disagreeing, name, sentence):
     assert sentence in (disagreeing / f"{name}.errors0").read_text()

@@ -7,7 +7,6 @@ import pickle
 import signal
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -66,16 +65,7 @@ def test_resume_refuses_another_run(parse_resumed, script, flags, sentence):
         parse_resumed(script, *flags)
 
 
-# ----------------------------------------------- the initial votes -----------------------------------------
-def test_initial_votes_count_equal_answers(monkeypatch):
-    group = [common.Rollout([1], [2], torch.zeros(1), True, answer=a) for a in ("3", "7", None, "3.0")]
-    monkeypatch.setattr(common, "sample", lambda *_, **__: [group])
-    monkeypatch.setattr(common, "check_sampler", lambda *_: None)
-    run = mock.MagicMock(args=common.Args(), problems=[common.Problem("p", id=0)])
-    run.log.lines.return_value = []
-    assert common.initial_votes(run) == {0: ("3", 2)}
-
-
+# ------------------------ the initial votes (what they count: test_scripts.py) ------------------------------
 def test_initial_votes_continue_after_a_kill(tmp_path, monkeypatch):
     """Stored call by call. What is stored is not asked again."""
     problems, path = tmp_path / "problems.jsonl", tmp_path / "run/initial_votes.jsonl"

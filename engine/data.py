@@ -259,7 +259,7 @@ def _read(name: str, train: bool) -> tuple[str, list[dict]]:
     """(what is read, as errors name it; its rows) of a benchmark, Hub data set or local file.
 
     Where a Hub id names no split, --dataset reads train, and --eval test."""
-    path = TOY_FILES.get(name) or Path(name).expanduser()
+    path = TOY_FILES.get(name) or Path(name)
     if name in BENCHMARKS:  # also beside a folder of that name
         return _read_hub(BENCHMARKS[name])
     if (path / "state.json").is_file():
@@ -384,7 +384,7 @@ def read_template(style: str) -> list[tuple[str, str]]:
     it is plain text. A relative path is looked up here, then in the repository. Raises UserError."""
     if style in STYLES:
         return STYLES[style]
-    file = Path(style).expanduser()
+    file = Path(style)
     file = file if file.exists() else TOY.parent / style
     wrong = f"--prompt is '{style}', but must be system, suffix, plain or a template file"
     try:

@@ -25,8 +25,6 @@ from engine.ranks import all_gather, on_rank_0, rank_and_ranks, same_on_all_rank
 
 # JSON without spaces, and characters as they are: an escape takes twice the bytes of most of them
 compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-# What a start that failed leaves, beside logs: nothing was computed, so the same command works again.
-STARTED = {"lock", "run.json", "script.py", "tensorboard"}
 
 
 class RunFolder:
@@ -49,9 +47,8 @@ class RunFolder:
     def _open(self) -> None:
         """Refuse a folder that is not this run's, lock it, and read what a resumed run was."""
         out, wrong = self.path, f"--out is '{self.path}', "
-        files = {file.name for file in out.glob("*") if file.suffix != ".log"}
         # else two runs would be read as one, and evaluate.py would write over another results.json
-        if not self.options["resume"] and (files - STARTED or files and "run.json" not in files):
+        if not self.options["resume"] and any(out.glob("*")):
             raise UserError(f"{wrong}which is not empty; give another folder (--resume continues a run).")
         out.mkdir(parents=True, exist_ok=True)
         self.lock = (out / "lock").open("a")

@@ -42,7 +42,7 @@ _CONSTANT = re.compile(
     rf"(?: {_IN}| {_SAID})*(?: \))?$")
 _REPEATING = r"(\d+\.\d{0,18}?)(?:(\d{1,3}?)\2{2,}\\ldots|\\(?:overline|bar|dot)\{?(\d{1,18})\}?)"
 _GROUPS = r" ?[1-9]\d{0,2}(?:,\d{3}){1,6}(?:\.\d+)?"
-_PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.!^])"  # of a mixed number
+_PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.])"  # of a mixed number
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "infty")
 

@@ -171,6 +171,8 @@ mgh | m g h | m\cdot g\cdot h | gmh | W=mgh
 1234 | \textbf{1,234} | \textcolor{red}{1,234} | {1,234}
 7 | 2.5(2)+2 | {7\text{ cm}}
 k_BT | k_{B}T | k_{\mathrm{B}}T
+\sqrt{2eV/m} | \sqrt{\frac{2eV}{m}}
+10-20 | {10-20} | \boxed{10-20}
 -2 | \sqrt[3]{-8} | (-8)^{1/3} | -\sqrt[3]{8}
 -\sqrt[3]{x-1} | \sqrt[3]{1-x}
 \frac{\log 8}{\log 4} | 1.5 | \log_4 8
@@ -206,7 +208,7 @@ mg(h_1-h_2) | mgh_1-mgh_2
 # In each line no answer equals another.
 DIFFERENT = table(r"""
 x\ge1\frac12 | x\ge.5 | 3\cdot2\frac12 | 3 | \sqrt2\frac12 | \sqrt{2.5} | \frac12\frac34 | 12\frac34
-2 1/b | 2 | 2\frac12! | 2\frac12^x | 2 \u00b2/3
+2 1/b | 2 | 2\frac12! | 2\frac12^x | 2.5^x | 2.5! | 2 \u00b2/3
 2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt{2}+10^{-30}
 0.333333 | \frac13 | 0.333 | 3.14 | \pi | \frac{22}{7}
 e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}

@@ -78,7 +78,7 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    own = getattr(config.get_text_config(), "eos_token_id", None)
+    own = GenerationConfig.from_model_config(config).eos_token_id  # of config.json, or of its text_config
     own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)
     chat = read_template(prompt)[0][0]
     if chat and not tokenizer.chat_template:

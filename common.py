@@ -63,7 +63,7 @@ class Problem:
         """The answer in a response, or None."""
         return extract_answer(text, self.choices, end_of_prompt)
 
-    keys = None  # a static method, n answers -> n keys, equal for equal answers; None: mathematics
+    keys = None  # a static method, n answers -> n keys, equal for equal answers; None: compare as mathematics
 
     @classmethod
     def classes(cls, answers: list[str | None]) -> list[int | None]:
@@ -329,7 +329,7 @@ def decode(run: Run, responses: list[Rollout], problem: Problem) -> None:
 def answer_classes(problem: Problem, responses: list[Rollout], labels: str = "majority") -> list[int | None]:
     """[N] the class of each response's answer; equal answers have equal classes, None is no answer.
 
-    labels 'gold': 0 if the answer is the gold one, else None: in ttrl.py the gold answer wins every vote."""
+    labels 'gold': right answers are class 0 and the others None, so that in ttrl.py the right answer wins."""
     classes = problem.classes([r.answer for r in responses])
     if labels == "majority":
         return classes

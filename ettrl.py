@@ -247,7 +247,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
+            # Equal answers share a class; None: no answer. With --labels gold only right answers have one.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices

@@ -170,7 +170,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
+            # Equal answers share a class; None: no answer. With --labels gold only right answers have one.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             entropies_N = [response.mean(response.entropy.double()) for response in responses]  # Eq. 6
             positive, negatives = pseudo_labels(classes_N, entropies_N, args)

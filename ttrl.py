@@ -2,8 +2,8 @@
 
 The idea: without labels, the model's own majority answer serves as the label. Sample N responses to a
 problem, let their answers vote, reward every response that agrees with the winner, and take GRPO steps on G
-of them. Even a wrong label gives most responses the right reward, if most are wrong in another way: they get
-0, as they should (section 4.2).
+of them. Even if the label is wrong, most responses get the right reward, as long as most give some other
+wrong answer: they get 0, as they should (section 4.2).
 
     label      y*  = the most frequent answer among the N responses                               (TTRL Eq. 4)
     reward     R_i = 1[answer_i = y*]                                                             (TTRL Eq. 3)
@@ -83,7 +83,7 @@ def main(args: Args) -> None:
         # 3. Vote, reward, advantage: all N vote, a seeded random G of them are trained.
         train = []
         for prompt, responses in zip(prompts, groups):
-            # Equal answers share a class; None: no answer. --labels gold: 0 if right, else None.
+            # Equal answers share a class; None: no answer. With --labels gold only right answers have one.
             classes_N = common.answer_classes(prompt, responses, args.labels)
             rewards_N = majority_reward(classes_N)
             trained_G = common.subset(args, step, prompt, len(responses))  # indices

@@ -32,9 +32,9 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors (step, exp_avg ...) by parameter name, so that another number of
-    ranks can load them. Not copies: loading into them is loading."""
-    if not optimizer.state:  # AdamW makes its state in the first step, so there is nothing to load into yet
-        get_optimizer_state_dict(policy.model, optimizer)  # by a step at learning rate 0, which counts
+    ranks can load them. They are no copies: what is loaded into them is in the model and the optimizer."""
+    if not optimizer.state:  # AdamW makes its state in its first step; before, there is nothing to load into
+        get_optimizer_state_dict(policy.model, optimizer)  # takes this step, at rate 0, and counts it
         for state in optimizer.state.values():
             state["step"].zero_()
     tensors = {}
@@ -47,9 +47,9 @@ def tensors_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 def save(run_folder: Path, step: int, policy, optimizer, keep: int, run_id: str = "",
          script: dict | None = None) -> None:
-    """Write to checkpoints/step_N.partial in this folder and rename it; then remove all but the last `keep`
-    checkpoints. The folder must be the run's own: the last ones are those of the largest steps, so beside
-    another run's larger steps this checkpoint would be the one that is removed.
+    """Write to checkpoints/step_N.partial in this folder and rename it; then keep only the `keep` checkpoints
+    with the largest steps. The folder must be the run's own: if another run had left larger steps in it, the
+    new checkpoint would be removed at once.
 
     run_id: run.json's. script: the script's own state, kept as it is on rank 0. Raises UserError, on all
     ranks, if it cannot be written; the checkpoints before it are untouched."""

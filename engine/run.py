@@ -48,7 +48,7 @@ def restore(run, optimizer) -> int:
     data and all seeds derive from the step. Return the steps that are done."""
     args, done = run.args, run.stop.saved
 
-    def put_aside() -> None:  # an older final model: it would be evaluated as that of the run, which goes on
+    def put_aside() -> None:  # the run goes on, so its older final model must not pass for its last
         final = run.log.path / "final"
         if final.exists() and done < run.total_steps:
             final.rename(f"{final}_step_{read_metrics(run.log.path)[-1]['step']}")

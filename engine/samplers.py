@@ -49,9 +49,9 @@ def load_sampler(path: str, device, dtype, machine, max_length: int, stop_ids: l
 def vllm_options(machine, max_length: int, cuda: bool) -> dict:
     """vLLM's options for speed and safety, on a GPU or on a CPU."""
     if cuda:
-        # vLLM's own all-reduce shares memory between ranks, which neither expandable segments nor memory that
-        # can sleep allow: the process ends while graphs are captured. FlashInfer's own compiles or downloads
-        # at the start. NCCL and symmetric memory stay.
+        # vLLM's own all-reduce shares memory between ranks. With expandable segments, or with memory that can
+        # sleep, this fails: the process ends while graphs are captured. FlashInfer's all-reduce compiles or
+        # downloads code at the start. So both are off; NCCL's and the one by symmetric memory stay.
         # head_dtype: logits in float32, as the trainer's; in bfloat16 one of 20 is rounded by up to 1/16
         options = dict(gpu_memory_utilization=machine.gpu_memory, enable_sleep_mode=True,
                        disable_custom_all_reduce=machine.tensor_parallel > 1,
@@ -59,7 +59,8 @@ def vllm_options(machine, max_length: int, cuda: bool) -> dict:
                        enable_flashinfer_autotune=False,  # of kernels that no dense model has
                        hf_overrides=dict(head_dtype="float32"))
     else:
-        # whole prompts only: the CPU build cannot rewind a request's seed over a partly prefilled one
+        # no chunked prefill: after a part of a prompt vLLM would have to rewind the request's random
+        # generator, which only a GPU's generator can do
         # block_size: the smallest it has, so that the prefix cache finds short prefixes (ETTRL), too
         options = dict(enforce_eager=True, block_size=32, enable_chunked_prefill=False,
                        max_num_batched_tokens=max(8192, max_length),
@@ -77,7 +78,7 @@ class VLLMSampler:
     def __init__(self, model: str, stop_ids: list[int], device, dtype, seed: int, machine, max_length: int,
                  dummy: bool = False):
         self.cuda, self.stop_ids, self.asleep = device.type == "cuda", stop_ids, False
-        # memory-mapped; for the names of its buffers
+        # the same model in transformers' class: `load` takes its buffers. Memory-mapped, so it is cheap.
         self.model = load_model(model, machine.trust_remote_code)
         starting = nullcontext() if self.cuda else vllm_cpu.starting(machine.tensor_parallel)
         with classes_kept(self.model), starting:
@@ -118,7 +119,7 @@ class VLLMSampler:
         """Responses per request, in one engine call. Temperature 0 is greedy. stop: texts that end one."""
         from vllm import SamplingParams
         stop = stop_texts(stop)
-        # ignore_eos: vLLM adds the end tokens of the model's files to stop_token_ids, which are ours alone
+        # ignore_eos: else vLLM would stop not only at our stop_ids, but also at the model's own end tokens
         shared = dict(temperature=temperature, top_p=top_p, top_k=top_k, logprobs=0,  # 0: the sampled token's
                       flat_logprobs=True, stop_token_ids=self.stop_ids, ignore_eos=True,
                       detokenize=bool(stop), stop=stop, include_stop_str_in_output=bool(stop),
@@ -159,7 +160,7 @@ def _load_into_worker(worker, named_tensors) -> set[str]:
 
     model.load_weights = load_weights
     try:
-        # without an iterator it re-reads the checkpoint
+        # without weights_iterator vLLM would load the model's files again
         worker.reload_weights(weights_iterator=iter(named_tensors))
         if worker.device.type == "cpu":
             vllm_cpu.pack_again(model)

@@ -64,7 +64,7 @@ def _value(node: tuple, at: Callable, bits: int):
         raise NotMath
     try:
         value = _compute(kind, [_value(part, at, bits) for part in parts], bits)
-    except (ZeroDivisionError, ValueError, OverflowError):
+    except (ZeroDivisionError, ValueError, OverflowError, TypeError):  # no order of complex numbers
         raise NotMath from None
     if not isinstance(value, Fraction) and not mp.isfinite(value):
         raise NotMath

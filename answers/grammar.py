@@ -21,8 +21,8 @@ _NO_FACTOR = ("", *_RELATIONS, *_SEPARATORS, *r""") ] } + - & : ^ _ ! ' . / to i
     \cdot \times \} \forall \rfloor \rceil \cup \cap \setminus \land \pm \mp \\ \end \pmod \degree""".split())
 _MARKS = r"\dot \ddot \hat \bar \vec \overline \tilde \Delta \angle \triangle".split()  # of a symbol
 _LETTERS = ["\\" + name for name in """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu
-    nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar ell
-    ldots""".split()]
+    nu xi rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega hbar
+    ell""".split()]
 _OPEN = (*_NO_FACTOR, *r"| ( [ { \{".split())
 _WORDS = "[A-Z][a-z]+|[a-z]{4,}|[ivx]{2,}|no|yes|odd|one|two|six|ten"  # that are no products of letters
 _ABOUT = r"(?i:approximately|approx\.?|about|roughly|around)"

@@ -18,7 +18,7 @@ from answers.values import names_in, real, text_of, values_of
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; what is longer is compared as text
 _TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]{2,}_"  # chemistry: NH_4OCN; 2AB_{16}
          r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
-         r"|\\frac\{d\}|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$"  # dy/dx; 0.1(6)
+         r"|\\frac\{d\}|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$|:0\d"  # dy/dx, 0.1(6)
          r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+"  # 10-20, a date
          r"|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})(?=\)*(?:$|[,;]|and|or))")  # A-B-C
 
@@ -174,8 +174,9 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
     keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]
-    intervals = re.search(r"oo|[][]| in", "".join([*names, *keys]))  # but (1, 2) or (2, 1) are points
-    united = kind == "or" and (intervals or len(names - {""}) > 1)
+    # no numbers, nor points such as (1, 2) or (2, 1): intervals, words, statements, letters
+    sets = re.search(r"oo|[][]| in|word|[=<]|^[\d\W]*~", "".join([*names, *keys]))
+    united = kind == "or" and (sets or len(names - {""}) > 1)
     if kind == "or" and len({*keys}) == 1:
         return keys[0]  # 0.5 or 1/2
     return r"\cup" * bool(united) + "{" + "; ".join(sorted(keys)) + "}"

@@ -58,12 +58,15 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
 
 
 _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
-# What is seen better in text than in tokens, in this order: a name, an example, a pattern, what is put there.
+# What is seen better in text than in tokens: a name, an example, a pattern, what is put there (nothing: the
+# match is deleted; \t at the end: a space). Three spaces part the columns. OPENED stands for \text{ or the
+# like, or nothing; STYLES for the names of commands that say nothing. The order matters, as each pattern
+# sees what those before it left: "frame" takes off a box or braces around all, so that ^ and $ in later
+# patterns mean the ends of the answer.
 _TABLE = r"""
-LaTeX thousands   1{,}000   (?<=\d)(?<!\b0)(?:\{,\}|\\[,;: ] ?)(?=\d{3}(?!\d))
-spaced thousands   1 000   (?<=\d)(?<!\d{4}) (?=\d{3}(?: \d{3})*(?!\d))
-space   5\,x   (?<!\\)\\[,;: ]|~   \t
-nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\[!>] ?|\\(?:left|right|displaystyle)(?![a-z])\.?
+thousands   1{,}000   (?<![\w^])(?!0\D)(\d{1,3})(?:\{,\}|\\[,;: ] ?| )(?=\d{3}(?!\d))   \1
+space   5\,x   (?<!\\)\\[,;:> ]|~   \t
+nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\! ?|\\(?:left|right|displaystyle)(?![a-z])\.?
         |\.(?= ?\\end)
 layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
         |(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)

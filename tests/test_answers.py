@@ -295,6 +295,11 @@ dy/dx | dx/dy | xy | 50\%\cdot\frac12 | 25 | \sqrt{25\%} | 5 | 2^{50\%} | 2^{50}
 x^Tx | xx^T | (12)(34) | 408 | 2ABC_{16} | 2BAC_{16} | 5\text{ for }x | 5\text{ for }y
 \sqrt{10^{60}+1} | 10^{30} | \tanh 100 | 1 | \ln(1+10^{-70}) | 0 | (2^{2024}+3^{2024})^{1/2024} | 3
 \text{for any real }c | \text{for any real }d
+\text{A or B} | \text{A and B} | I or II | I and II | Alice or Bob | Alice and Bob | a=b or c=d | a=b and c=d
+2^3 100 | 2^{3100} | x_1 100 | x_{1100} | 0 125 | 125
+1\>2 | 12
+3:05 | 3:5 | 12:00 | 12:0
+1,3,5,\dots | 3,1,5,\dots | 2,4,8,\ldots,256 | 2,8,4,\ldots,256
 """)
 
 

@@ -209,7 +209,10 @@ class Parser:
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
             elif last[0] == "number" and before.isdigit() and (part := self.match(_PART)):
-                factors[-1] = number(last[1] + Fraction(*map(int, filter(None, part.groups()))))
+                part = Fraction(*map(int, filter(None, part.groups())))
+                if part >= 1:
+                    raise NotMath
+                factors[-1] = number(last[1] + part)
             elif not self.starts_factor():
                 break
             elif t[0].isdigit() and (before not in ")!" or last[0] in ("number", "symbol", "constant")):
@@ -223,8 +226,7 @@ class Parser:
 
     def starts_factor(self) -> bool:
         """Whether a factor follows, without a sign before it."""
-        t = self.peek()
-        return t not in _NO_FACTOR and not (t == "|" and self.bars)
+        return self.peek() not in (*_NO_FACTOR, *"|" * self.bars)
 
     def unit(self, factor: tuple) -> str:
         """The unit that follows, or nothing; step over it. Without \\text{} it stands in no brackets."""

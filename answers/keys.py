@@ -16,9 +16,10 @@ from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
 _LONGEST, _LONGEST_KEY = 400, 4000  # characters; what is longer is compared as text
-_TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]{2,}_"  # chemistry: NH_4OCN; 2AB_{16}
-         r"|^\(\w{1,4}\)(?=[^(=]).*[^-(+*/=^,]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
-         r"|\\frac\{d\}|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$|:0\d"  # dy/dx, 0.1(6)
+_TEXT = (r"[A-Z]_\{?\d\}?[A-Z]{2}|\d[A-F]+_|^0x"  # chemistry: NH_4OCN; 2AB_{16}
+         r"|^\(\w{1,4}\)(?=[^(=,]).*[^-(+*/=^]\(\w{1,4}\)[^(]|^\(\d\d+\)\("  # (a) x (b) y; (12)(34)
+         r"|[ACP]_(?:\{\w+\}|[\dn])\^|\\frac\{d(?:\}|\^.*?\}\{d)"  # C_5^2; d^2y/dx^2
+         r"|(?<![a-zA-Z\\])d[a-zA-Z]/d[a-zA-Z](?![a-zA-Z])|0\.\d+\(\d+\)$|:0\d"  # dy/dx; 0.1(6)
          r"|(?:^|[,;]|and|or)\(*(?:[\d.]+(?:(?:-|\\sim)[\d.]+)+|\d+/\d+/\d+"  # 10-20, a date
          r"|(?:[A-Z]|[ivx]+)(?:[-/](?:[A-Z]|[ivx]+)){2,})(?=\)*(?:$|[,;]|and|or))")  # A-B-C
 
@@ -55,9 +56,9 @@ def key(answer: str) -> str:
     answer = " ".join(answer.split())
     tokens = tokens_of(to_ascii(unescaped(answer))) if len(answer) <= _LONGEST else []
     parser = Parser(tokens)
-    tokens = tokens[parser.at:]
+    rest = tokens[parser.at:]
     try:
-        if not tokens or re.search(_TEXT, "".join(tokens)):
+        if not rest or re.search(_TEXT, "".join(rest)):
             raise NotMath
         _, node = _definition(parser.items())
         if node[0] == "set" and [part[0] for part in node[1:]] not in ([], ["set"]):
@@ -73,10 +74,8 @@ def key(answer: str) -> str:
 
 def _lower(words: list[str]) -> str:
     """Evelyn is evelyn, but Aa is not aa, nor Mgh mgh where there are signs."""
-    text = " ".join(words)
-    more = 3 if re.search(r"[-+=^_\\]", text) else 2
-    named = rf"(?<!\S)(?:(?!Vmat)[A-Z][a-z]{{{more},}}|No|NO|Yes|YES|TRUE|FALSE|NONE)(?!\S)"
-    return re.sub(named, lambda word: word[0].lower(), text)
+    named = r"(?<!\S)(?:(?!Vmat)[A-Z][a-z]{3,}|The|All|Any|Not|No|NO|Yes|YES|TRUE|FALSE|NONE)(?!\S)"
+    return re.sub(named, lambda word: word[0].lower(), " ".join(words))
 
 
 def _key(node: tuple) -> str:
@@ -167,11 +166,11 @@ def _list_key(kind: str, items: list[tuple]) -> str:
     """Names are kept if there are several, and in x > 1, x < 5. "or" is a union, or a list of numbers."""
     named = [_definition(item) for item in items]
     names = {name for name, _ in named}
-    if len(names) < len(named) and len(names - {""}) > 1:
+    if 1 < len(names - {""}) < len(named):
         raise NotMath  # x=1, y=2 or x=2, y=1: which belong together
     if kind == "list" and "".join(sorted(names)) in ("xy", "xyz"):  # x=1, y=2 is (1,2)
         return "(" + "; ".join(_key(value) for _, value in sorted(named)) + ")"
-    same = len(names) == 1 or len(names - {""}) == 1 and bool(named[0][0])  # x=1, x=2; n=1, 2, 3
+    same = len(names) == 1 or len(names - {""}) == 1 and named[0][0]  # x=1, x=2; n=1, 2, 3
     same = same and not (kind == "list" and " in" in "".join(names))
     keys = [_key(value) if same or not name else f"{name}={_key(value)}" for name, value in named]
     # no numbers, nor points such as (1, 2) or (2, 1): intervals, words, statements, letters

@@ -120,8 +120,8 @@ def to_ascii(text: str) -> str:
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
     text = re.sub("[\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]", r"\\o \g<0> ", text)  # circled
     text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
-    dropped = ("Cf", "Cs", "Sc")  # Cs: half of a character, which nothing can encode
-    return "".join(character for character in text if unicodedata.category(character) not in dropped)
+    # Cs: half of a character, which nothing can encode
+    return "".join(sign for sign in text if unicodedata.category(sign) not in ("Cf", "Cs", "Sc"))
 
 
 def unescaped(text: str) -> str:

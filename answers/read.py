@@ -8,12 +8,13 @@ from answers.latex import STYLES, SYMBOLS, to_ascii, unescaped
 
 LETTERS = "ABCDEFGHIJ"
 # denied or not: \boxed{...}, \boxed 5, \boxed5, \boxed B, \boxed\frac{1}{2}
-_BOX = re.compile(r"(?:\b(not|instead of|rather than)\W{0,4})?\\(?:boxed|fbox)(?:\s*(\{)|"
-                  r"\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|(\\(?!begin)[a-zA-Z]+(?:\{[^{}]*\})*))")
+_BOX = re.compile(r"(?:\b(not|instead of|rather than)[^\w.\n]{0,4})?((?:(?<![\w)}\]-])-)?)\\(?:boxed|fbox)"
+                  r"(?:\s*(\{)|\s*([-+]?\d[\d.,/]*)| +([A-Z])(?![\w'])|"
+                  r"(\\(?!begin)[a-zA-Z]++(?:\{(?:[^{}]|\{[^{}]*\})*+\}|\d)*+)(?!\{|\\[a-zA-Z]))")
 # Question: or **Problem 2:** at the beginning of a line, <|im_start|>user, [user]
-_NEXT_TURN = re.compile(r"\n\W{0,9}(?:human|user|question|problem|exercise|q)(?: \d+)?\W{0,2}:|"
-                        r"<\W?(?:im_start|start_header_id|start_of_turn)\W{1,3}user\b|[<\[]\W?user\W?[>\]]",
-                        re.IGNORECASE)
+_NEXT_TURN = re.compile(r"(?:\n\W{0,9}|<\|endoftext\|>)(?:human|user|instruction|question|problem|exercise"
+                        r"|example|task|q)(?: ?#?\d+)?\W{0,2}:|[<\[]\W?(?:user|inst)\W?[>\]]"
+                        r"|<\W?(?:im_start|start_header_id|start_of_turn)\W{1,3}user\b", re.IGNORECASE)
 # a box that is only mentioned: \boxed{}, \boxed{...}, \boxed{\text{your answer}}
 _EMPTY = re.compile(r"(?:[\s.?_~${}\[\]]|\\[ ,;:!$_]|\\phantom\{\w*\}|"
                     r"\\(?:[lcv]?dots|cdot|square|q?quad|text[a-z]*)(?![a-zA-Z])|"
@@ -56,19 +57,21 @@ def extract_answer(text: str, choices: int = 0, end_of_prompt: str = "") -> str 
     """
     text = _after_thoughts(text, end_of_prompt)
     turn = _NEXT_TURN.split(text, 1)[0]  # a base model goes on with the next question
-    text = turn if _BOX.search(turn) else text
+    text = turn if _BOX.search(re.sub(r"\\boxed\{\W*\}", "", turn)) else text
     parts, start = [], len(text)  # from the last box to the first; where the earliest yet begins
-    for box in reversed(list(_BOX.finditer(text))):
-        end = _closed_at(text, box.end()) if box[2] else box.end()
+    for box in reversed(list(_BOX.finditer(text))[-20:]):
+        end = _closed_at(text, box.end()) if box[3] else box.end()
         if end is None:
             break
-        content = text[box.end():end - 1].strip() if box[2] else box[box.lastindex].rstrip(".,")
+        content = text[box.end():end - 1].strip() if box[3] else box[box.lastindex].rstrip(".,")
         if box[1] or _EMPTY.fullmatch(content):
             continue
+        if parts and text[end:start] in ": + - / ^ }{".split():
+            return None  # \boxed{1}:\boxed{2} is one value
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
         start = box.start()
-        parts.append((start, content))
+        parts.append((start, box[2] + content))
     answer = parts[0][1] if parts else ""
     found = {}  # an answer that is said twice is one
     for start, content in reversed(parts) if len(parts) > 1 else ():
@@ -85,7 +88,7 @@ def _after_thoughts(text: str, beginning: str) -> str:
     start, still_open = len(beginning), set()
     for tag in _THOUGHT.finditer(beginning + text):
         name = (tag[2] or tag[4] or "channel").lower()
-        if tag[1] or tag[3] or tag[5] or tag[6]:
+        if any(tag.group(1, 3, 5, 6)):
             still_open.discard(name)
             start = max(start, tag.end())
         else:
@@ -97,7 +100,7 @@ def _closed_at(text: str, start: int) -> int | None:
     """Just behind the brace that closes the one before start; None if nothing closes it."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # \{ and \} are no braces
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if not depth:
             return brace.end()
     return None

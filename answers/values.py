@@ -15,7 +15,7 @@ mp.dps = 60
 # bits of a power; of a number whose root, logarithm or sine is told from its neighbours';
 # what is left of a difference by rounding
 _LARGE, _EXACT, _TINY = 60_000, 80, mp.mpf(10) ** -50
-_LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=_LARGE, cosh=_LARGE, tanh=20)  # arguments
+_LARGEST = dict(factorial=4000, binomial=4000, exp=_LARGE, sinh=40, cosh=40, tanh=20)  # arguments
 _KINDS = [*r"+ * inverse ^ | factorial binomial \lfloor \lceil".split(), *FUNCTIONS]
 _ROUNDED = (r"\lfloor", r"\lceil")
 
@@ -119,6 +119,8 @@ def _power(base, exponent, bits: int):
     if exact and max(_bits(base), _bits(exponent)) > _EXACT:
         raise NotMath  # \sqrt{10^{60}+1} is no 10^{30}
     odd = rational and exponent.denominator % 2 and not mp.im(base) and base < 0
+    if exact and base.denominator < 999 < exponent.denominator:
+        odd = False  # (-1)^n is no -1
     value = mp.power(real(-base if odd else base), real(exponent))
     return -value if odd and exponent.numerator % 2 else value
 

@@ -30,6 +30,13 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"\fbox{7}", "7"),
     (r"so \boxed 42.", "42"),
     (r"\boxed\frac{1}{2}", r"\frac{1}{2}"),
+    (r"\boxed\frac12", r"\frac12"),
+    (r"\boxed\frac{\sqrt3}2", r"\frac{\sqrt3}2"),
+    (r"\boxed\frac{\sqrt{\frac{1}{2}}}2", None),  # too deep: not \frac
+    (r"$x=-\boxed{5}$", "-5"),
+    (r"\boxed{\boxed{6}}:", "6"),
+    (r"\boxed{1}:\boxed{2}", None),  # one value of two boxes
+    (r"\frac{\boxed1}{\boxed2}", None),
     (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{\left\{ x \right.} end}", r"\left\{ x \right."),  # an escaped brace is no brace
     (r"\boxed{}", None),
@@ -58,6 +65,11 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     ("\\boxed{5}\n\n**Problem 2:** \\boxed{6}", "5"),
     ("\\boxed{5}\n[user]\nWhat is 3?\n[assistant]\n\\boxed{6}", "5"),
     ("\\boxed{5}<|im_start|>user\nWhat is 3?\n\\boxed{6}", "5"),
+    ("\\boxed{5}\n\nProblem #2: \\boxed{6}", "5"),
+    ("\\boxed{5}\n\n### Instruction: \\boxed{6}", "5"),
+    ("\\boxed{5}<|endoftext|>Human: \\boxed{6}", "5"),
+    ("\\boxed{5}\n[INST] \\boxed{6}", "5"),
+    ("whether it converges or not.\n\n\\boxed{A}", "A"),
     ("\\boxed{4} is the question: no.\nThe user asked for more: \\boxed{5}", "5"),
     # thoughts
     (r"<think>I try \boxed{1} hmm", None),
@@ -94,6 +106,7 @@ def test_a_prompt_without_an_open_thought_changes_no_answer(end_of_prompt):
 
 def test_a_question_before_the_first_box_ends_no_response():
     assert extract_answer("The user asks.\n\nQuestion: 2+3?\n\nProblem: we add. \\boxed{5}") == "5"
+    assert extract_answer("Put it in \\boxed{}.\n\nProblem: 2+3\n\n\\boxed{5}") == "5"
 
 
 # ------------------------------------------------------ equality --------------------------------------------
@@ -300,6 +313,16 @@ x^Tx | xx^T | (12)(34) | 408 | 2ABC_{16} | 2BAC_{16} | 5\text{ for }x | 5\text{ 
 1\>2 | 12
 3:05 | 3:5 | 12:00 | 12:0
 1,3,5,\dots | 3,1,5,\dots | 2,4,8,\ldots,256 | 2,8,4,\ldots,256
+(i^2x)^3 | x^3 | (\sqrt{x}\sqrt{y})^3 | x_{\ud800}
+A. 2, B. 3 | C. 2, B. 3 | 2, 3 | A. 2, B. 4
+4\frac32 | 4\frac12+1 | \frac92 | 4 3/2
+(-1)^l | -1 | (-1)^C | 1 | (-1)^\theta x | -x | x | (-\frac12)^l | -2^{-l}
+\sinh50 | \cosh50 | \sinh100 | \frac{e^{100}}{2}
+\frac{d^2y}{dx^2} | \frac{dy}{x^2} | \frac{d^2}{dx^2}y
+1A_{16} | A_{16} | 0xFF | 0 | 0x1F
+(1) -5, (2) -7 | (1) -6, (2) -6
+C_{10}^3C_{10}^2 | C_{10}^5 | C_n^3C_n^2 | C_n^5
+x=1, 2, y=3 | x=1, y=3, 2
 """)
 
 

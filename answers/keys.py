@@ -68,7 +68,8 @@ def key(answer: str) -> str:
     except NotMath:
         pass
     thousands = re.search(r"\d,\d{3}(?!\d)", answer)  # 1,200 apples each are no 1, 200
-    plain = re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(tokens))
+    said = tokens if re.match(r"\(?[A-J][.)]", answer) else rest  # A. 2, B. 3 without "Answer:"
+    plain = re.sub(r"^\{ ([^{}]*) \}$|\{ (\S+) \}", r"\1\2", _lower(said))
     return "text " + "," * bool(thousands) + (plain or answer)
 
 

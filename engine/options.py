@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tyro.constructors import PrimitiveConstructorSpec
 
 from engine.base import UserError
-from engine.ranks import from_torchrun, print0, rank_and_ranks
+from engine.ranks import print0, rank_and_ranks
 from engine.run_folder import read_run, script_name
 
 # ------------------------------------------------------- ranges ---------------------------------------------
@@ -149,9 +149,6 @@ def bad_flags(args) -> list[str]:
     machine, ranks = args.machine, rank_and_ranks()[1]
     responses, parallel = args.responses_per_prompt(), machine.tensor_parallel
     sequences = args.prompts_per_batch * args.train_samples
-    ranks_here, gpus = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
-    driver = torch.version.cuda or os.path.exists("/proc/driver/nvidia")
-    on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or args.model in [*TOYS, "smollm2"]
     # all that is wrong is told at once, so that three bad flags do not take three starts
     table = [  # (what is wrong, sentence)
         (responses < 2,
@@ -165,13 +162,7 @@ def bad_flags(args) -> list[str]:
         (ranks % parallel,
          f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
         (parallel > 1 and not machine.uses_vllm,  # the ranks of an engine would each sample the same
-         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm."),
-        (driver and not (torch.cuda.is_available() or on_cpu),
-         f"this torch ({torch.__version__}) sees no GPU. It needs driver 580 or newer (see nvidia-smi) and "
-         "CUDA, as the torch of requirements.txt has it. To use the CPU, set CUDA_VISIBLE_DEVICES= (empty)."),
-        (0 < gpus < ranks_here,
-         f"torchrun started {ranks_here} ranks on this machine, but torch sees {gpus} GPU(s) here; give "
-         f"torchrun --nproc-per-node {gpus}.")]
+         f"--tensor_parallel is {parallel}, but only vLLM splits a model among ranks; give --sampler vllm.")]
     return [sentence for wrong, sentence in table if wrong]
 
 

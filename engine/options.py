@@ -148,7 +148,6 @@ def bad_flags(args) -> list[str]:
         return bad  # what follows computes with the values
     machine, ranks = args.machine, rank_and_ranks()[1]
     responses, parallel = args.responses_per_prompt(), machine.tensor_parallel
-    sequences = args.prompts_per_batch * args.train_samples
     # all that is wrong is told at once, so that three bad flags do not take three starts
     table = [  # (what is wrong, sentence)
         (responses < 2,
@@ -156,9 +155,6 @@ def bad_flags(args) -> list[str]:
         (responses >= 2 and not args.MIN_TRAIN_SAMPLES <= args.train_samples <= responses,
          f"--train_samples is {args.train_samples}, but must be at least {args.MIN_TRAIN_SAMPLES} and at "
          f"most {responses}, the responses per prompt."),
-        (args.num_minibatches > sequences,
-         f"--num_minibatches is {args.num_minibatches}, but must be at most {sequences}, the trained "
-         "responses of a batch (prompts_per_batch x train_samples)."),
         (ranks % parallel,
          f"--tensor_parallel is {parallel}, but must divide the number of ranks, {ranks}."),
         (parallel > 1 and not machine.uses_vllm,  # the ranks of an engine would each sample the same

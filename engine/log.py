@@ -130,9 +130,6 @@ class Log(RunFolder):
                 if not self.learns and 1e-6 < size < math.inf and grad_norm < 1e-7 * size:
                     raise ValueError("the loss is not 0, but its gradient is: a log-prob in it was detached")
                 self.learns |= grad_norm > 1e-6
-                if weight > 2.01:  # of one mean 1, of Dynamic RL's two 2
-                    self.warn_once("sum", f"the weights of a loss sum to {weight:.4g}, those of a mean to 1: "
-                                          "is it a sum?")
             elif weight:
                 means[name] = total / weight
         self.sums = {}

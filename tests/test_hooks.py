@@ -158,12 +158,6 @@ def test_a_slip_in_the_loop_does_not_train_on(old, new, sentence, tmp_path):
         run_slip(old, new, tmp_path / "run")
 
 
-def test_a_sum_for_a_mean_is_told(tmp_path, capsys):
-    run_slip("weight_T = micro.mask_T / (micro.length_T * len(minibatch))", "weight_T = micro.mask_T",
-             tmp_path / "run")
-    assert "Warning: the weights of a loss sum to " in capsys.readouterr().out
-
-
 def test_a_run_that_learns_nothing_says_so_after_five_steps(tmp_path, capsys):
     run_slip("= majority_reward(classes_N)", "= torch.ones(len(responses))", tmp_path / "run", steps=6)
     assert "Warning: all advantages were 0 in 5 steps" in capsys.readouterr().out

@@ -421,7 +421,7 @@ def learning_rate(args: Args, step: int, total_steps: int) -> float:
 def minibatches(args: Args, step: int, train: list[Rollout]) -> list[list[Rollout]]:
     """The batch in num_minibatches parts, one optimizer step each: a random mix, or by prompt.
 
-    Raises ValueError if a response has no finite advantage or a wrong mask, or if the ranks differ."""
+    Raises ValueError if a response has no finite advantage, or if the ranks differ."""
     check_batch(train)
     n = min(args.num_minibatches, len(train))
     if args.minibatches == "by_prompt":  # the prompts are in random order already

@@ -311,14 +311,8 @@ def same_responses(responses: list) -> None:
 
 
 def check_batch(train: list) -> None:
-    """Raises ValueError if a response has no finite advantage or a mask that is none, or if the ranks have
-    different batches."""
-    for response in train:
-        mask, n = response.mask, len(response.response_ids)
-        if mask is not None and (mask.shape != (n,) or not ((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"a response of {n} tokens has the mask {repr(mask)[:80]} of the shape "
-                             f"{list(mask.shape)}; a mask is a tensor [{n}] of 0 and 1")
-        advantage = response.advantage
+    """Raises ValueError if a response has no finite advantage, or if the ranks have different batches."""
+    for advantage in [response.advantage for response in train]:
         if not isinstance(advantage, (int, float)) or not math.isfinite(advantage):
             raise ValueError(f"a response has the advantage {advantage!r}; set response.advantage to a "
                              "finite number for all that is trained (of a tensor: .tolist())")

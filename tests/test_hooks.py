@@ -138,7 +138,6 @@ SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of 
     ("majority_reward(classes_N)", "majority_reward(classes_N)[:, None]", "there must be 8 classes"),
     ("majority_reward(classes_N)", "majority_reward(classes_N) / 0", "finite rewards"),
     ("advantage = advantage", "advantage = advantages_G", "a response has the advantage tensor"),
-    ("advantage = advantage", "mask = torch.full((responses[i].length,), 0.5)", "a mask is a tensor"),
     ("d_T = micro.ref_logp_T - logp_T", "d_T = micro.ref_logp_T.sum() - logp_T.sum()", "kl must have one")]
 
 

@@ -78,18 +78,12 @@ def read_data(args, tokenizer, train: bool, problem: type) -> tuple[list, dict[s
         problems = load("--dataset", args.dataset, fields)
     trained = {problem.question for problem in problems}
     for name in filter(None, map(str.strip, args.eval.split(","))):
-        if name != "train":
-            part = benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
-            if seen := sum(problem.question in trained for problem in part):
-                print0(f"--eval {name}: {seen} of its {len(part)} questions are in --dataset, too.")
-        elif problems:
+        if name == "train" and problems:
             benchmarks[name] = problems
-        else:
-            raise UserError("the benchmark 'train' means --dataset, which is empty; name another one.")
-    for name, ids in args.own_prompts(tokenizer).items():
-        if len(ids) > args.max_prompt_tokens:
-            raise UserError(f"{name} has {len(ids)} tokens, more than "
-                            f"--max_prompt_tokens {args.max_prompt_tokens}; raise it.")
+            continue
+        part = benchmarks[name] = load("--eval", name) if train else load("--benchmarks", name, fields)
+        if seen := sum(problem.question in trained for problem in part):
+            print0(f"--eval {name}: {seen} of its {len(part)} questions are in --dataset, too.")
     if train and args.labels == "gold" and not (problems and all(p.answer is not None for p in problems)):
         raise UserError("--labels is 'gold', but --dataset is empty or has problems without a gold answer.")
     if problems and len(problems) < args.prompts_per_batch and not machine.show_prompt:

@@ -188,10 +188,6 @@ SMOLLM2 = dict(
 def parse(args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2):
     """Command line -> args. Defaults: the toy's without --model, the toy's and smollm2's with that model,
     with --resume those of the run that is resumed."""
-    own = args_class.__dataclass_fields__.keys()
-    if "machine" in own and (taken := own & Machine.__dataclass_fields__.keys()):
-        raise UserError(f"Args has the option '{min(taken)}', but that is the name of an option that every "
-                        "run has (engine/options.py, Machine); choose another name.")
     sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal knows ASCII alone
     document(args_class)
     # The first reading tells which model, and so which defaults; --help ends in it, with the paper's values.
@@ -240,8 +236,6 @@ def parse_resumed(read, args_class: type, args):
     """The arguments of the run in --out. A flag of the command line wins over them, and is printed.
 
     read: reads the command line, with other defaults if they are given."""
-    if not args.machine.out:
-        raise UserError("--resume needs --out, the folder of the run to continue.")
     run = read_run(Path(args.machine.out))
     if run["script"] != script_name():
         raise UserError(f"--resume: {args.machine.out} is a run of {run['script']}.py.")

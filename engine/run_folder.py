@@ -39,7 +39,7 @@ class RunFolder:
         # this start
         self.identity, self.earlier = {}, {}
         self.record = describe(options, ranks, device)
-        on_rank_0(self._open, lambda reason: f"--out is '{self.path}', which cannot be written: {reason}.")
+        on_rank_0(self._open)
         self._log_warnings()
         # a --resume that is refused must leave run.json as it was, so that it is refused again
         self.identify(identity, write=not self.earlier)
@@ -138,11 +138,8 @@ def describe(options: dict, ranks: int, device) -> dict:
 
 # ---------------------------------------------- reading a run's files ---------------------------------------
 def read_run(folder: Path) -> dict:
-    """run.json of a run folder. Raises UserError if it is missing."""
-    path = folder / "run.json"
-    if not path.exists():
-        raise UserError(f"--resume: {path} does not exist.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """run.json of a run folder."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -1,7 +1,6 @@
 """What forks hang on to: masks, another task, state, own sampling, and
 the sentences for what a script hands over wrongly. All through the real main() of ttrl.py."""
 
-import dataclasses
 import functools
 import math
 import os
@@ -19,7 +18,6 @@ import common
 import evaluate
 import ttrl
 from common import Problem
-from engine.options import parse
 
 TINY = dict(steps=1, prompts_per_batch=2, votes=4, train_samples=4, max_new_tokens=12, num_minibatches=1)
 
@@ -160,12 +158,6 @@ def test_a_slip_in_the_loop_does_not_train_on(old, new, sentence, tmp_path):
 def test_a_run_that_learns_nothing_says_so_after_five_steps(tmp_path, capsys):
     run_slip("= majority_reward(classes_N)", "= torch.ones(len(responses))", tmp_path / "run", steps=6)
     assert "Warning: all advantages were 0 in 5 steps" in capsys.readouterr().out
-
-
-def test_an_options_name_that_every_run_has_is_refused():
-    args = dataclasses.make_dataclass("Args", [("offload", float, 0.9)], bases=(common.Args,))
-    with pytest.raises(common.UserError, match="^Args has the option 'offload', but that is the name of"):
-        parse(args)
 
 
 def test_a_forks_bug_shows_its_traceback(tmp_path):

@@ -35,7 +35,7 @@ def start_processes(compute: str, train: bool = True) -> tuple[torch.device, tor
     if cuda:
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
-        if ranks == 1 and not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
+        if not os.environ.get("RANK"):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         # a rank may wait for another that samples or scores longer responses, some minutes as a rule
@@ -81,8 +81,6 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
     except Exception as error:
-        if "Timed out waiting" in str(error):  # gloo's words
-            error.add_note("GLOO_TIMEOUT_SECONDS is how long a rank waits for another, 3,600 by default.")
         get_error_handler().record_exception(error)  # for torchrun
         logging.exception("An error:")
         leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash

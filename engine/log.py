@@ -263,9 +263,7 @@ def evaluation_table(history: list[dict]) -> str:
         metric, _, k = name.rpartition("/")[2].partition("@")
         if name.startswith("eval/") and (metric in ("greedy", "length") or k in ("1", largest)):
             lines.append(f"{name.removeprefix('eval/'):34}{before.get(name, math.nan):12.3f}{value:12.3f}")
-    return "\n".join([*lines, "greedy: the share of right responses at temperature 0; pass@1: sampled;",
-                      "pass@k: of problems that at least one of k solves; maj@k: where the majority of k is",
-                      "right; length: in tokens"])
+    return "\n".join(lines)
 
 
 def vote_record(group: dict) -> dict:

@@ -35,7 +35,7 @@ def start_processes(compute: str, train: bool = True) -> tuple[torch.device, tor
     if cuda:
         torch.cuda.set_device(device)
     if (ranks > 1 or cuda or bf16 and train) and not dist.is_initialized():
-        if not os.environ.get("RANK"):
+        if ranks == 1 and not os.environ.get("RANK"):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()), RANK="0",
                               LOCAL_RANK="0", WORLD_SIZE="1")
         # a rank may wait for another that samples or scores longer responses, some minutes as a rule

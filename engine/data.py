@@ -303,16 +303,18 @@ def _read_table(path: Path):
 
 def _rows_of(table) -> list[dict]:
     """The rows of an arrow table."""
-    return [_digits(row, table.schema) for row in table.to_pylist()]
+    return [_digits(row, table.schema) for row in table.to_pylist(maps_as_pydicts="strict")]
 
 
 def _digits(value, kind):
     """A value of this arrow type, or a row of this schema, floats of 16 and 32 bits as they were written: .1
     would be 0.10000000149011612 as a Python float, which no response's 0.1 equals."""
     if isinstance(value, dict):
-        return {field.name: _digits(value[field.name], field.type) for field in kind}
+        of = getattr(kind, "item_type", None)  # a map's; its pairs as a list would be two gold answers each
+        return {name: _digits(item, of or kind.field(name).type) for name, item in value.items()}
+    kind = getattr(kind, "value_type", kind)  # of a list, or of an encoded column
     if isinstance(value, list):
-        return [_digits(item, kind.field(0).type) for item in value]
+        return [_digits(item, kind) for item in value]
     if isinstance(value, float) and kind in ("float", "halffloat"):
         return float(str(kind.to_pandas_dtype()(value)))
     return value

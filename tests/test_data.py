@@ -91,6 +91,8 @@ def test_a_file_that_was_replaced_and_kept_its_time_is_read_anew(name, tmp_path)
 
 @pytest.mark.parametrize("kind, value", [
     (pyarrow.float16(), 0.1), (pyarrow.float32(), 1e20), (pyarrow.list_(pyarrow.float32()), [0.1, None]),
+    (pyarrow.dictionary(pyarrow.int8(), pyarrow.float32()), 0.1),
+    (pyarrow.map_(pyarrow.string(), pyarrow.float32()), dict(a=0.1)),
     (pyarrow.struct([("a", pyarrow.float32())]), dict(a=0.1))], ids=str)
 def test_a_float_of_16_or_32_bits_has_the_digits_that_were_written(kind, value, tmp_path):
     table = pyarrow.table(dict(problem=["p"], extra=pyarrow.array([value], kind)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.base import UserError
 from engine.checkpoint import load, save
 from engine.log import Log
 from engine.policy import Policy
@@ -47,6 +48,9 @@ def restore(run, optimizer) -> int:
     """Load the newest checkpoint with --resume: weights, AdamW's state, run.state. The rate, the order of the
     data and all seeds derive from the step. Return the steps that are done."""
     args, done = run.args, run.stop.saved
+    if done > run.total_steps:  # else its weights are saved and evaluated as those of an earlier step
+        raise UserError(f"--steps is {run.total_steps}, but the newest checkpoint is of step {done}; delete "
+                        "it, and the one before it is used.")
 
     def put_aside() -> None:  # the run goes on, so its older final model must not pass for its last
         final = run.log.path / "final"

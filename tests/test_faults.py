@@ -226,6 +226,8 @@ def test_a_run_that_goes_on_has_no_final_model(tmp_path, whole):
     """What it was before, which evaluate.py would take for the run's, is named by its step."""
     out = tmp_path / "run"
     shutil.copytree(whole, out)
+    with pytest.raises(UserError, match="is of step 6"):
+        run_toy(ttrl, out, **STEPS | dict(steps=5, resume=True))
     with mock.patch("common.sample", side_effect=RuntimeError), pytest.raises(RuntimeError):
         run_toy(ttrl, out, **STEPS | dict(steps=7, resume=True))
     assert not (out / "final").exists()

@@ -1,7 +1,7 @@
-"""The picture of README.md: `python -m lab.curve` draws docs/images/curve.png.
+"""Two pictures: `python -m lab.curve` draws docs/images/curve.png (README.md) and methods.png (docs/results.md).
 
-toy/curve.csv has the runs, toy/results.csv what was not trained. A thin line is a run on the uneven
-toy, evaluated every five steps, a thick one their mean."""
+toy/curve.csv has the runs, evaluated every five or ten steps; toy/results.csv what was not trained. A thin
+line is a run, a thick one their mean."""
 
 import csv
 from statistics import fmean
@@ -17,32 +17,73 @@ LABELS = {"gold labels": ("gold labels", "black", .98), "TTRL": ("majority: TTRL
           "random reward": ("a coin", "#d55e00", .09), "length reward": ("length", "#a03070", .0)}
 
 
-def draw() -> None:
-    """Write the picture."""
-    rows = [line for line in stored() if line["toy"] == "uneven"]
-    base = fmean(float(line["test"]) for line in rows if line["row"] == "base")
+PANELS = ("gold labels", "TTRL", "EVOL-RL", "SCRL", "RESTRAIN", "ETTRL", "Dynamic RL")
+
+
+def untrained(row: str, toy: str) -> float:
+    """Mean accuracy on the test problems of a row that is not trained."""
+    return fmean(float(line["test"]) for line in stored() if (line["row"], line["toy"]) == (row, toy))
+
+
+def runs(row: str, toy: str) -> list[tuple[list[int], list[float]]]:
+    """A row's runs as (steps, accuracy on the test problems); at step 0 it is the base model's."""
     with (ROOT / "toy/curve.csv").open(encoding="utf-8", newline="") as file:
-        (_, _, *steps), *runs = csv.reader(file)
+        lines = [line for line in csv.DictReader(file) if (line["row"], line["toy"]) == (row, toy)]
+    measured = [{int(step): float(line[step]) for step in line if step.isdigit() and line[step]} for line in lines]
+    return [([0, *values], [untrained("base", toy), *values.values()]) for values in measured]
+
+
+def plot(axes, row: str, toy: str, colour: str) -> list[float]:
+    """Draw a row's runs and their mean, which is returned."""
+    drawn = runs(row, toy)
+    mean = [fmean(values) for values in zip(*(accuracies for _, accuracies in drawn), strict=True)]
+    for steps, accuracies in drawn:
+        axes.plot(steps, accuracies, color=colour, linewidth=.8)
+    axes.plot(drawn[0][0], mean, color=colour, linewidth=3)
+    axes.set(xlim=(0, 60), ylim=(-.03, 1.02), yticks=(0, .5, 1), yticklabels=("0%", "50%", "100%"))
+    axes.spines[["top", "right"]].set_visible(False)
+    return mean
+
+
+def save(figure, name: str) -> None:
+    """Write a picture with few colours: a third of the bytes."""
+    figure.savefig(path := ROOT / "docs/images" / name)
+    Image.open(path).quantize(64).save(path)
+
+
+def controls() -> None:
+    """README's picture: rewards beside each other on the uneven toy."""
     plt.rcParams["font.size"] = 20
     figure, axes = plt.subplots(figsize=(7.2, 5.4), dpi=90, layout="constrained")
-    for name, (label, colour, height) in LABELS.items():
-        lines = [[base, *map(float, values)] for row, _, *values in runs if row == name]
-        mean = [fmean(values) for values in zip(*lines)]
-        for values, width in [*[(line, .8) for line in lines], (mean, 3)] if lines else []:
-            axes.plot([0, *map(int, steps)], values, color=colour, linewidth=width)
-        if not lines:  # not trained
-            mean = [fmean(float(line["test"]) for line in rows if line["row"] == name)]
-            axes.axhline(mean[0], color=colour, linestyle="--", linewidth=2)
-        axes.annotate(label, (60, mean[-1]), (64, height), va="center", color=colour, annotation_clip=False,
+    for row, (label, colour, height) in LABELS.items():
+        if runs(row, "uneven"):
+            end = plot(axes, row, "uneven", colour)[-1]
+        else:  # not trained
+            end = untrained(row, "uneven")
+            axes.axhline(end, color=colour, linestyle="--", linewidth=2)
+        axes.annotate(label, (60, end), (64, height), va="center", color=colour, annotation_clip=False,
                       arrowprops=dict(arrowstyle="-", color=colour, relpos=(0, .5), shrinkB=2))
     axes.text(13, .50, "thin: one run\ndashed: the toy model\nwithout training", color="#707070", va="top")
-    axes.set(xlim=(0, 60), ylim=(-.03, 1.02), xlabel="steps of training", yticks=(0, .5, 1),
-             yticklabels=("0%", "50%", "100%"))
+    axes.set_xlabel("steps of training")
     axes.set_title("Right answers to unseen problems,\nby what is rewarded in training", loc="left", size=20)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path := ROOT / "docs/images/curve.png")
-    Image.open(path).quantize(64).save(path)  # a third of the bytes
+    save(figure, "curve.png")
+
+
+def methods() -> None:
+    """The picture of docs/results.md: a column for each method, a row for each toy."""
+    plt.rcParams["font.size"] = 15
+    figure, axes = plt.subplots(2, len(PANELS), figsize=(14, 5.4), dpi=90, layout="constrained", sharey=True)
+    for toy, panels in zip(("uneven", "even"), axes, strict=True):
+        for row, panel in zip(PANELS, panels, strict=True):
+            panel.axhline(untrained("vote", toy), color="#9a6a00", linestyle="--", linewidth=1.5)
+            end = plot(panel, row, toy, "black" if row == "gold labels" else "#0072b2")[-1]
+            panel.text(58, .05, f"{end:.2f}"[1:], ha="right")
+            panel.set(xticks=(0, 30, 60), title=row if toy == "uneven" else "")
+        panels[0].set_ylabel(f"{toy} toy")
+    figure.supxlabel("steps of training; dashed: the vote of the untrained model; the number: the mean at the end")
+    save(figure, "methods.png")
 
 
 if __name__ == "__main__":
-    draw()
+    controls()
+    methods()

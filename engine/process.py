@@ -21,7 +21,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from engine.base import UserError
 from engine.options import SMOLLM2, TOY, parse
-from engine.ranks import all_gather, distributed, from_torchrun, rank_and_ranks
+from engine.ranks import all_gather, distributed, from_torchrun, print0, rank_and_ranks
 
 
 def start_processes(compute: str, train: bool = True) -> tuple[torch.device, torch.dtype]:
@@ -59,6 +59,19 @@ def tune() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is kept
 
 
+# where a task finds its number, and that of all; MPI's come first: their tasks may inherit a Slurm job's
+TASKS = dict(OMPI_COMM_WORLD_RANK="OMPI_COMM_WORLD_SIZE", PMI_RANK="PMI_SIZE", SLURM_PROCID="SLURM_NTASKS")
+
+
+def warn_of_tasks() -> None:
+    """Else each of several tasks makes a run of its own, on the same GPU perhaps, in silence."""
+    number = next(filter(os.environ.get, TASKS), "")
+    tasks = from_torchrun(TASKS.get(number, ""), 1)
+    if tasks > 1 and os.environ[number] == "0" and not os.environ.get("WORLD_SIZE"):
+        print0(f"Warning: this is one of {tasks} tasks of Slurm or MPI, and torchrun did not start it: each "
+               "is a run of its own. Give a node one task that starts torchrun, as examples/slurm.sh does.")
+
+
 @record  # torchrun shows the traceback of the first rank that fails
 def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> None:
     """Run a script's main. toy: its defaults without --model; smollm2: beside them, with that model.
@@ -67,6 +80,7 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
     rank, _ = rank_and_ranks()
     if sys.platform == "linux":
         tune()
+    warn_of_tasks()
     try:
         main(parse(args_class, toy, smollm2))
     except SystemExit as stop:

@@ -86,6 +86,22 @@ def test_stale_weights_stop_a_run_in_bfloat16_also_after_a_resume(tmp_path, monk
 
 
 # ------------------------------------------------- the first hour ------------------------------------------
+SLURM = dict(SLURM_NTASKS="2", SLURM_PROCID="0")
+
+
+@pytest.mark.parametrize("variables, warned", [
+    (SLURM, True), (dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0"), True),
+    (SLURM | dict(SLURM_PROCID="1"), False), (SLURM | dict(WORLD_SIZE="16"), False)])
+def test_tasks_without_torchrun_are_told_once(monkeypatch, capsys, variables, warned):
+    """Else each trains on the same GPU, and nobody sees that they do not share the work."""
+    for name in (*process.TASKS.keys(), *process.TASKS.values(), "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process.warn_of_tasks()
+    assert capsys.readouterr().out.count("Warning: ") == warned
+
+
 def test_bfloat16_on_one_cpu_is_computed_in_bfloat16():
     """FSDP rounds, as on a GPU; without it the sampler alone would."""
     logps, rollouts = [], random_rollouts(4)

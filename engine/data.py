@@ -334,9 +334,19 @@ def _read_file(path: Path) -> list[dict]:
                 return json.load(file)
             if kind == ".csv":
                 return _read_csv(file)
-            return [*map(json.loads, filter(str.strip, file))]
+            return _read_jsonl(file)
     except (ValueError, OSError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
+
+
+def _read_jsonl(file) -> list[dict]:
+    rows = []
+    for line in filter(str.strip, file):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:  # it speaks of line 1 or 2, and means those of this row
+            raise ValueError(f"row {len(rows) + 1}, character {error.pos + 1}: {error.msg}") from None
+    return rows
 
 
 def _read_csv(file) -> list[dict]:

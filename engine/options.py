@@ -236,7 +236,10 @@ def parse_resumed(read, args_class: type, args):
     """The arguments of the run in --out. A flag of the command line wins over them, and is printed.
 
     read: reads the command line, with other defaults if they are given."""
-    run = read_run(Path(args.machine.out))
+    folder = Path(args.machine.out)
+    if not (folder / "run.json").is_file():
+        raise UserError(f"--resume needs --out, the folder of a run, and there is no {folder / 'run.json'}.")
+    run = read_run(folder)
     if run["script"] != script_name():
         raise UserError(f"--resume: {args.machine.out} is a run of {run['script']}.py.")
     # options that the script no longer has are dropped, new ones have their defaults

@@ -60,7 +60,8 @@ BAD = [  # (script, flags and environment variables, the sentence or its beginni
     ("ettrl", dict(train_samples=99), "--train_samples is 99"),
     ("dynamic_rl", dict(labels="gold"), "--labels is 'gold'"),
     ("ttrl", dict(WORLD_SIZE="2", tensor_parallel=2), "--tensor_parallel is 2"),
-    ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens + --max_new_tokens")]
+    ("ttrl", dict(max_new_tokens=9000), "--max_prompt_tokens + --max_new_tokens"),
+    ("ttrl", dict(resume=True, out="nowhere"), "--resume needs --out")]
 
 
 @pytest.mark.parametrize("script, flags, words", BAD, ids=str)

@@ -1,4 +1,4 @@
-"""Two pictures: `python -m lab.curve` draws docs/images/curve.png (README.md) and methods.png (docs/results.md).
+"""`python -m lab.curve` draws two pictures: curve.png for README.md, methods.png for docs/results.md.
 
 toy/curve.csv has the runs, evaluated every five or ten steps; toy/results.csv what was not trained. A thin
 line is a run, a thick one their mean."""
@@ -29,8 +29,12 @@ def runs(row: str, toy: str) -> list[tuple[list[int], list[float]]]:
     """A row's runs as (steps, accuracy on the test problems); at step 0 it is the base model's."""
     with (ROOT / "toy/curve.csv").open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if (line["row"], line["toy"]) == (row, toy)]
-    measured = [{int(step): float(line[step]) for step in line if step.isdigit() and line[step]} for line in lines]
-    return [([0, *values], [untrained("base", toy), *values.values()]) for values in measured]
+    found = []
+    for line in lines:
+        steps = [step for step in line if step.isdigit() and line[step]]
+        accuracies = [float(line[step]) for step in steps]
+        found.append(([0, *map(int, steps)], [untrained("base", toy), *accuracies]))
+    return found
 
 
 def plot(axes, row: str, toy: str, colour: str) -> list[float]:
@@ -80,7 +84,7 @@ def methods() -> None:
             panel.text(58, .05, f"{end:.2f}"[1:], ha="right")
             panel.set(xticks=(0, 30, 60), title=row if toy == "uneven" else "")
         panels[0].set_ylabel(f"{toy} toy")
-    figure.supxlabel("steps of training; dashed: the vote of the untrained model; the number: the mean at the end")
+    figure.supxlabel("steps of training; dashed: the untrained model's vote; the number: the mean at the end")
     save(figure, "methods.png")
 
 

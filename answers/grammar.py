@@ -42,7 +42,8 @@ _CONSTANT = re.compile(
     rf"(?: {_IN}| {_SAID})*(?: \))?$")
 _REPEATING = r"(\d+\.\d{0,18}?)(?:(\d{1,3}?)\2{2,}\\ldots|\\(?:overline|bar|dot)\{?(\d{1,18})\}?)"
 _GROUPS = r" ?[1-9]\d{0,2}(?:,\d{3}){1,6}(?:\.\d+)?"
-_PART = r"(?:\\frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))|(\d+)/(\d+))(?![\d.])"  # of a mixed number
+# of a mixed number; 1 1/2 3 is none
+_PART = r" ?(?:\\frac(?:\{ ?(\d+)\}\{ ?(\d+)\}| ?(\d) ?(\d))|(\d+)/ ?(\d+))(?! ?[\d.])"
 _DEEPEST, _MOST = 25, 3000  # brackets in brackets; primaries, also those that are parsed twice
 INFINITY = ("constant", "infty")
 
@@ -75,13 +76,6 @@ def walk(node: tuple):
 
 
 REALS = ("group", "(", ")", minus(INFINITY), INFINITY)
-
-
-def without_unit(node: tuple) -> tuple:
-    """The number that a percentage or an angle in degrees is."""
-    if node[-1] == "%":
-        return ("*", node[1], number(Fraction(1, 100)))
-    return ("*", node[1], ("constant", "pi"), number(Fraction(1, 180))) if node[-1] == r"\degree" else node
 
 
 def all_but(one: tuple) -> tuple:
@@ -187,8 +181,9 @@ class Parser:
 
     def ratio(self) -> tuple:
         """2:3, 3 to 4."""
-        nodes = [self.sum()]
-        while not self.bars and self.take(":", "to"):
+        nodes, sign = [self.sum()], self.peek()
+        while not self.bars and self.peek() in (":", "to"):
+            self.expect(sign)  # no 9:30 to 10:15
             nodes.append(self.sum())
         return joined("ratio", nodes)
 
@@ -206,9 +201,11 @@ class Parser:
         while not (unit := self.unit(factors[-1])):
             before, t, last = self.peek(-1), self.peek(), factors[-1]
             if op := self.take(r"\cdot", r"\times", "/"):
+                if op == r"\times" and "symbol" in str(factors):
+                    raise NotMath  # u\times v is no v\times u
                 factor = minus(self.power()) if self.take("-") else self.power()
                 factors.append(("inverse", factor) if op == "/" else factor)
-            elif last[0] == "number" and before.isdigit() and (part := self.match(_PART)):
+            elif last[0] == "number" and before.isdigit() and (part := self.match(_PART, space=" ")):
                 part = Fraction(*map(int, filter(None, part.groups())))
                 if part >= 1:
                     raise NotMath
@@ -308,8 +305,9 @@ class Parser:
             node = self.function(name)
         elif t == r"\begin":
             node = self.environment()
-        elif t in _MARKS and (marked := self.match(r"\{[^{}]*\}|\\?[a-zA-Z]+")):
-            node = self.symbol(f"{t} {marked[0].strip('{}')}")
+        elif t in _MARKS and (marked := self.match(
+                r"\{[^{}]*\}| ?(?:\\[a-zA-Z]+|[A-Z]{3}|[a-zA-Z])(?![a-zA-Z])", space=" ")):  # not \bar xy
+            node = self.symbol(f"{t} {marked[0].strip('{} ')}")
         elif name in ("e", "i", "pi", "infty"):
             node = ("constant", name)
         elif t.isalpha():
@@ -374,7 +372,7 @@ class Parser:
         simple = r"(?:\d+|[a-zA-Z]|\\(?!sin|cos|tan|ln|log|exp|sqrt)[a-zA-Z]+)\)"
         simple += "(?==)" * ("_" not in name and name[0] not in "fghFGHuvpPQE")
         often = "".join(self.tokens).count(name + "(") > 1  # mg(h-R) is a product, but g(x+1)-g(x) is not
-        call = name[0] == "f" or name[0] in "ghFGH" and often
+        call = name[0] == "f" or name[0] in "ghFGHpPQuv" and (often or self.match(r"\([^()]*\)=", step=False))
         if not self.match(r"\(" if call else rf"\((?=0\)|[^()]*,[^()]*\)|{simple})"):
             return ("symbol", name)
         arguments = self.items(")")
@@ -382,17 +380,22 @@ class Parser:
         return ("call", name, *(arguments[1:] if arguments[0] == "list" else [arguments]))
 
     def function(self, name: str) -> tuple:
-        r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function."""
+        r"""\sin^2 x, \log_2(8), \ln 2x: the argument is in brackets, or all up to the next function.
+
+        \cos\pi/3, \sin\frac{\pi}6x and \sin\omega(t-s) may mean either."""
         base = self.argument() if self.take("_") else None
         power = self.argument() if self.take("^") else None
-        bracketed = self.peek() in ("(", "{", r"\frac", r"\sqrt", "|")
-        factors = [self.power(exponent=self.peek() != "(")]  # \ln(2)^2 is (\ln 2)^2
-        while not bracketed and self.starts_factor() and self.peek() not in ("(", "[", "|") and (
-                self.peek().removeprefix("\\") not in FUNCTIONS):
+        opening = self.peek()
+        factors = [self.power(exponent=opening != "(")]  # \ln(2)^2 is (\ln 2)^2
+        while opening not in "({" and (self.starts_factor() or self.peek() == "/") and (
+                self.peek(self.peek() == "/").removeprefix("\\") not in FUNCTIONS):
+            if opening in (r"\frac", r"\sqrt", "|") or self.peek() in "([|/":
+                raise NotMath
             factors.append(self.power())
         node = joined("*", factors)
-        argument = without_unit(("unit", node, r"\degree") if self.take(r"\degree") else node)
-        node = ("ln" if name == "log" else name, argument)
+        if node[-1] == r"\degree" or self.take(r"\degree"):
+            node = ("*", node[1] if node[0] == "unit" else node, ("constant", "pi"), number(Fraction(1, 180)))
+        node = ("ln" if name == "log" else name, node)
         if name == "log" or base:  # the base of \log is not known
             node = ("*", node, ("inverse", ("ln", base)) if base else ("symbol", r"\log"))
         return ("^", node, power) if power else node

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 
-from answers.grammar import INFINITY, NotMath, Parser, all_but, kinds_in, minus, number, walk, without_unit
+from answers.grammar import FUNCTIONS, INFINITY, NotMath, Parser, all_but, kinds_in, minus, walk
 from answers.latex import to_ascii, tokens_of, unescaped
 from answers.values import names_in, real, text_of, values_of
 
@@ -89,7 +89,8 @@ def _key(node: tuple) -> str:
     if kind == "relation":
         ops, *sides = parts
         if ops == ("=",) and not kinds_in(node) & {"group", "set", "list", "matrix", "ratio"}:
-            return _equation_key(("+", sides[0], minus(sides[1])))
+            node = ("+", sides[0], minus(sides[1]))
+            return "=" + _keys_of(_ratios(node), node)
         return " ".join([*ops, *map(_key, sides)])
     if kind == "group":
         return parts[0] + "; ".join(map(_key, parts[2:])) + parts[1]
@@ -114,8 +115,6 @@ def _definition(node: tuple) -> tuple[str, tuple]:
     if node[0] != "relation":
         return "", node
     _, ops, *sides = node = _interval(node)
-    if len({side != without_unit(side) for side in sides if not names_in(side)}) > 1:  # \frac14=25\%
-        sides = [*map(without_unit, sides)]
     if ops[-1] == r"\approx":
         value, rounded = [side[1] if side[0] == "unit" else side for side in sides[-2:]]
         if value[0] == "symbol" and len(ops) == 1:
@@ -200,32 +199,25 @@ def _interval(node: tuple) -> tuple:
 
 
 # ------------------------------------------------------ formulas -------------------------------------------
-def _equation_key(difference: tuple) -> str:
-    """A line's key is that of ax + b, however it is written; other equations may have a constant factor."""
-    names = names_in(difference)
-    if _linear(difference) and 1 < len(names) == len("".join(names)):
-        rest, one = [_with_y(difference, number(y)) for y in range(2)]
-        fall = ("+", rest, minus(one))
-        if _key(fall)[0] not in "0~":
-            return _key(("*", rest, ("inverse", fall)))
-    first, *others = values_of(difference)
+def _ratios(node: tuple) -> list:
+    """Its values at the points as multiples of the first: those of an equation with any constant factor."""
+    first, *others = values_of(node)
     if not first or not others:
         raise NotMath
-    return "=" + _keys_of([real(value) / real(first) for value in others], difference)
+    return [real(value) / real(first) for value in others]
 
 
-def _linear(node: tuple) -> bool:
-    """Whether it is ay + b, as its tree says."""
-    kind, *parts = node
-    within = [part for part in parts if kind in ("+", "*") and "y" in names_in(part)]
-    return node == ("symbol", "y") or 0 < len(within) < 2 + 99 * (kind == "+") and all(map(_linear, within))
+def _branches(node: tuple) -> str:
+    r"""What has a sign of its own that points may not show: |x-3| is no 3-x, \sqrt{1-\sin^2 x} no \cos x.
 
-
-def _with_y(node: tuple, value: tuple) -> tuple:
-    """The node with a value for y."""
-    if node == ("symbol", "y"):
-        return value
-    return tuple(_with_y(part, value) if isinstance(part, tuple) else part for part in node)
+    Up to a factor: the sums and functions under roots, in logarithms and inverse functions; all in bars."""
+    found = set()
+    for kind, *parts in {*walk(node)}:
+        branch = kind[:3] in ("|", "ln", "arc") or (
+            kind == "^" and getattr(values_of(parts[1])[0], "denominator", 0) != 1)
+        if branch and names_in(parts[0]) and (kind == "|" or kinds_in(parts[0]) & {"+", *FUNCTIONS}):
+            found.add(" ".join(map(text_of, _ratios(parts[0]))))
+    return " in ".join(["", *sorted(found)])
 
 
 def _keys_of(values: list, node: tuple) -> str:
@@ -233,4 +225,5 @@ def _keys_of(values: list, node: tuple) -> str:
     keys = [text_of(value) for value in values]
     if ("constant", "i") not in walk(node) and not all(" " in text for text in keys):
         keys = ["not real" if " " in text else text for text in keys]  # \sqrt{1/n} is 1/\sqrt n where real
-    return keys[0] if len({*keys}) == 1 else "~" + " ".join(keys)
+    text = keys[0] if len({*keys}) == 1 else "~" + " ".join(keys)
+    return text + _branches(node)

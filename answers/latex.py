@@ -5,6 +5,7 @@ A token knows whether it stood in \text{}, whether a space is before it and % or
 
 import re
 import unicodedata
+from itertools import groupby
 
 _ALIASES = {  # a command: those that mean the same
     r"\frac": "dfrac tfrac nicefrac sfrac", r"\binom": "dbinom tbinom", r"\cdot": "ast", "/": "div",
@@ -33,9 +34,10 @@ _SIGNS = """\u2044\u00f7 / \u2212\u2010\u2013\u2014 - \u27e8 \\langle \u27e9 \\r
     \u03a9 \\Omega""".split()
 _SIGN = {ord(sign): command + " " * ("\\" in command)
          for signs, command in zip(_SIGNS[::2], _SIGNS[1::2]) for sign in signs}
+_LEVELS = {"<supe": "^{%s}", "<sub>": "_{%s}"}  # of Unicode
 # "cm", "m/s", "kg m^2"; words, one of them a plural or a known unit: "sq feet"; those that need no \text{}
-_SI = (r"(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?|in|ft"
-       r"|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|AU|kWh|dB|rpm|ppm|mmHg|[kM]?\\Omega"
+_SI = (r"(?!pm)(?:(?:[munpfkMGTcd]|\\mu ?)?(?:m|g|s|L|J|N|W|V|A|K|T|C|F|Hz|eV|Pa|mol|rad|bar|cal)|ml|min|hr?"
+       r"|in|ft|yd|mi|lbs?|oz|mph|kmh|yrs?|sec|deg|atm|erg|AU|kWh|dB|rpm|ppm|mmHg|[kM]?\\Omega"
        r"|\\AA|[\u4e2a\u5143\u5186\u4eba\u5ea6]|(?:\u5e73\u65b9)?\u5398\u7c73)(?:\^\{?-?\d\}?)?")
 SYMBOLS = rf"{_SI}(?:(?:[ /.(]|\\cdot)+{_SI}\)?)*"
 _KNOWN = (r"(?:percent(?:age)?|pct|degree|cent|dollar|hour|minute|second|day|week|month|year|met(?:er|re)"
@@ -66,11 +68,11 @@ _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 _TABLE = r"""
 thousands   1{,}000   (?<![\w^])(?!0\D)(\d{1,3})(?:\{,\}|\\[,;: ] ?| )(?=\d{3}(?!\d))   \1
 space   5\,x   (?<!\\)\\[,;:> ]|~   \t
-nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|["`]|\\! ?|\\(?:left|right|displaystyle)(?![a-z])\.?
+nothing   $5$   (?<!\\)(?:\$|\\[()\[\]])|`|\\! ?|\\(?:left|right|displaystyle)(?![a-z])\.?
         |\.(?= ?\\end)
 layout   \color{red}5   \\(?:(?:text)?color(?:box)?|[hv]?(?:phantom|space)) ?\{[^{}]*\}
         |(?<=\{array\})\{\w*\}|(?<=\\\\)\[\w*\]|& ?(?==)
-bold   **5**   ^\*+([^*]+)\*+$   \1
+bold   **5**   ^[*"]+([^*"]+)[*"]+$   \1
 dots   1, ..., 9   \.\.\.   \\ldots\t
 comma   x=1\quad y=2   [, ]*(?:\\q?quad[, ]*)+   ,\t
 ends   =5.   (?:[.,:; ]|\\(?![{}a-zA-Z%$]))+(\}*)$|^(?:[,;= ]|\\Rightarrow)+   \1
@@ -115,11 +117,11 @@ def to_ascii(text: str) -> str:
     """Signs and letters as LaTeX has them: full-width forms, superscripts, Greek; nothing invisible."""
     if text.isascii():
         return text
-    text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207f]+", "^{\\g<0>}", text)
-    text = re.sub("[\u2080-\u2089]+", "_{\\g<0>}", text)
+    text = "".join(_LEVELS.get(level, "%s") % "".join(run) for level, run in groupby(
+        text.translate(_SIGN), lambda sign: unicodedata.decomposition(sign)[:5]))
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3 1/2
     text = re.sub("[\u2460-\u249b\u24ea-\u24ff\u2776-\u2793]", r"\\o \g<0> ", text)  # circled
-    text = unicodedata.normalize("NFKC", text.translate(_SIGN)).translate(_SIGN)  # NFKC makes signs, too
+    text = unicodedata.normalize("NFKC", text).translate(_SIGN)  # NFKC makes signs, too
     # Cs: half of a character, which nothing can encode
     return "".join(sign for sign in text if unicodedata.category(sign) not in ("Cf", "Cs", "Sc"))
 

@@ -34,6 +34,11 @@ _THOUGHT = re.compile(
     r"scratchpad|analysis)\w{0,12})\s*\|?[>\u25b7]|\[(/?)(THINK)\]|<\|channel\|?>(?:analysis|thought)"
     r"(?:<\|message\|>)?|(<\|channel\|>final(?:<\|message\|>)?|<channel\|>)|<unused9(?:(5)|4)>",
     re.IGNORECASE)
+# before and behind a box in a formula: x-\boxed{5}, 2\boxed{5}, \frac{\boxed{1}}{2}, \boxed{5}^2; no unit
+_FORMULA_BEFORE = (
+    r"(?:[+/^]|[^\W_]_|\\(?:cdot|times|div|pm|mp|[dt]?frac|ln|log|sin|cos|tan|sqrt(?:\[\w*\])?)|\}(?=\{)"
+    r"|(?:[\d)}=]|\b[a-zA-Z]) ?-|(?:(?<![\\a-zA-Z])[a-zA-Z]|\d|[\d}]:)(?!\s))\s*\{?\Z")
+_FORMULA_BEHIND = r"\}?(?:\s*(?:[+/]|-\s*[\d\\]|\\(?:cdot|times|div))|_[\d{]|\^(?!\{?\s*\\circ)|\{)"
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _LISTED = re.compile(rf"\s*[\[(]\s*(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}))*\s*,?\s*[\])]\s*", re.DOTALL)
 _MISSING = ("", None, math.inf, -math.inf, *"N/A n/a #N/A <NA> NaN nan None null".split())
@@ -66,17 +71,18 @@ def extract_answer(text: str, choices: int = 0, end_of_prompt: str = "") -> str 
         content = text[box.end():end - 1].strip() if box[3] else box[box.lastindex].rstrip(".,")
         if box[1] or _EMPTY.fullmatch(content):
             continue
-        if parts and text[end:start] in ": + - / ^ }{".split():
-            return None  # \boxed{1}:\boxed{2} is one value
         if parts and not (0 <= start - end <= 60 and _GAP.fullmatch(_plain(text[end:start]))):
             break
+        if re.match(_FORMULA_BEHIND, text[end:]) or (
+                re.search(_FORMULA_BEFORE, _STYLE.sub(" ", text[max(0, box.start() - 60):box.start()]))):
+            return None  # \sqrt{\boxed{7}} is no 7
         start = box.start()
         parts.append((start, box[2] + content))
     answer = parts[0][1] if parts else ""
     found = {}  # an answer that is said twice is one
     for start, content in reversed(parts) if len(parts) > 1 else ():
         name = _BEFORE.search(_plain(text[max(0, start - 60):start]))[0].strip()
-        found[name, key(content)] = name + content
+        found[name, key(content) if len(content) < 60 else content] = name + content
     if len(found) > 1:
         answer = ", ".join(found.values())
         answer += ")" if next(iter(found))[0].endswith("(") else ""  # (\boxed{1}, \boxed{2}) is a point

@@ -37,6 +37,12 @@ PAGE = "Let us set $x = \\frac{1}{2}$ and try \\boxed{17} first. {Unbalanced. " 
     (r"\boxed{\boxed{6}}:", "6"),
     (r"\boxed{1}:\boxed{2}", None),  # one value of two boxes
     (r"\frac{\boxed1}{\boxed2}", None),
+    # a box in a formula
+    (r"\sqrt{\boxed7}", None), (r"x-\boxed5", None), (r"2\boxed{5}", None), (r"10^{\boxed{2}}", None),
+    (r"x = 2 + \boxed{5}", None), (r"x = - \boxed{5}", None), (r"\frac{3}{\boxed{2}}", None),
+    (r"\boxed{52}_8", None), (r"\boxed{5}^2", None), (r"\boxed{x^2}+C", None), (r"\sqrt{\boxed{5}-3}", None),
+    (r"\text{is }\boxed{5}^\circ", "5"), (r"Part 2: \boxed{5} - or so", "5"), (r"Answer:\boxed{5}", "5"),
+    (r"\textcolor{red}{\boxed{5}}", "5"), (r"- \boxed{5}", "5"), (r"_\boxed{5}_", "5"),
     (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{\left\{ x \right.} end}", r"\left\{ x \right."),  # an escaped brace is no brace
     (r"\boxed{}", None),
@@ -107,6 +113,7 @@ def test_a_prompt_without_an_open_thought_changes_no_answer(end_of_prompt):
 def test_a_question_before_the_first_box_ends_no_response():
     assert extract_answer("The user asks.\n\nQuestion: 2+3?\n\nProblem: we add. \\boxed{5}") == "5"
     assert extract_answer("Put it in \\boxed{}.\n\nProblem: 2+3\n\n\\boxed{5}") == "5"
+    assert extract_answer("Put it in \\boxed{}.\n\nProblem: 2+3\n\n\\boxed{5}\n\nProblem: \\boxed{6}") == "6"
 
 
 # ------------------------------------------------------ equality --------------------------------------------
@@ -128,14 +135,13 @@ SAME = table(r"""
 2 | \sqrt{4} | \log_2 4 | \frac{\sqrt{8}}{\sqrt{2}} | (2)(1) | 2(1)
 1\frac{3}{4} | \frac{7}{4} | 1 3/4 | \sfrac74
 -\frac{1}{2} | \frac{1}{-2} | \u22120.5 | -1/2
-0.25 | \frac14=25\% | E[X]=0.25 | P(X=1)=\frac14 | P(A|B)=25\%=0.25 | \mathbb{E}[X]=.25 |
+0.25 | E[X]=0.25 | P(X=1)=\frac14 | P(A|B)=.25=\frac14 | \mathbb{E}[X]=.25 |
 \Pr(A)=\frac14 | \text{Area}=\frac14\text{ cm}^2
 \text{no solution} | No solutions | there is no solution
 \frac13 | 0.\overline{3} | 0.333\ldots | 0.3333... | P(A)=\frac13
 3{,}5 | 3{.}5 | 3\u00bd
 2\sqrt5 | \sqrt{20} | 2*\sqrt{5} | \frac{10}{\sqrt5} | 2\sqrt{5}\text{ units}
 \sqrt{2} | \sqrt{2} (approximately 1.41)
-\frac{\pi}{6} | \frac{\pi}{6}=30^\circ | \theta=30^\circ=\frac{\pi}{6}
 \cos 30^\circ | \cos(30^\circ) | \frac{\sqrt3}{2}
 0.\overline{123456} | \frac{41152}{333333}
 9^{999} | 9^{998}\cdot9 | 3^{1998}
@@ -169,7 +175,13 @@ x \ne 3 | \mathbb{R}\setminus\{3\} | (-inf,3)\cup(3,\infty)
 x=2,y=1 | y=1, x=2 | \left\{\begin{array}{l}x=2\\y=1\end{array}\right. |
 \begin{aligned}x&=2\\y&=1\end{aligned}
 x^2+1 | x\u00b2+1
-y=2x+3 | 3+2x | f(x)=2x+3 | y=2(x+1)+1=2x+3 | 4x-2y+6=0
+y=2x+3 | 3+2x | f(x)=2x+3 | y=2(x+1)+1=2x+3
+4x-2y+6=0 | y-3=2x | 2x+3-y=0
+\frac{1}{\sqrt{x^2+1}} | (1+x^2)^{-1/2} | \frac{2\sqrt{1+x^2}}{2x^2+2} | \frac{2}{\sqrt{4x^2+4}}
+|a-b| | |b-a| | \frac12|2b-2a|
+e\u02e3 | e^x
+x\u1d62 | x_i
+\frac{\ln 3}{\ln 2} | \ln 3/\ln 2
 v=v_0+at | v\u2080+at
 2x+c, c\in\mathbb{R} | 2x+c \text{ for any real } c | f(x)=2x+c, b,c\in\mathbb{R}
 k\pi, k\in\mathbb{Z} | k\pi, k \in Z | k\pi\text{, where }k\text{ is an integer}
@@ -221,7 +233,7 @@ mg(h_1-h_2) | mgh_1-mgh_2
 # In each line no answer equals another.
 DIFFERENT = table(r"""
 x\ge1\frac12 | x\ge.5 | 3\cdot2\frac12 | 3 | \sqrt2\frac12 | \sqrt{2.5} | \frac12\frac34 | 12\frac34
-2 1/b | 2 | 2\frac12! | 2\frac12^x | 2.5^x | 2.5! | 2 \u00b2/3
+1 1/2 3 | 1 1/23 | 1\frac12 1/2 | 2 1/b | 2 | 2\frac12! | 2\frac12^x | 2.5^x | 2.5! | 2 \u00b2/3
 2^{-99} | 2^{-98} | 0 | \sqrt2\cdot10^{-30} | \sqrt{2}+10^{-30}
 0.333333 | \frac13 | 0.333 | 3.14 | \pi | \frac{22}{7}
 e^{\pi\sqrt{163}} | 262537412640768744 | e^{\pi\sqrt{163}}+10^{-12}
@@ -323,6 +335,16 @@ A. 2, B. 3 | C. 2, B. 3 | 2, 3 | A. 2, B. 4
 (1) -5, (2) -7 | (1) -6, (2) -6
 C_{10}^3C_{10}^2 | C_{10}^5 | C_n^3C_n^2 | C_n^5
 x=1, 2, y=3 | x=1, y=3, 2
+\sqrt{(x-3)^2} | x-3 | 3-x | |x-3|+|x-5| | 2|x-4| | |a+x| | |a|+|x| | \sqrt{1-\sin^2x} | \cos x | x+|x-3| | 3
+\ln((x-3)^2) | 2\ln(3-x) | \arcsin(\sin x) | x | ((x-3)^2)^{n/2} | (3-x)^n | |x-3|=2 | 3-x=2 | |z-i| | |z+i|
+|x-3|^2 | |x-5|^2+4x-16 | \sqrt{x^2} | \sqrt{x^2y^2} | xy
+\overline A B | \overline{AB} | \bar xy | \overline{xy}
+\cos\pi/3 | -1/3 | \frac12 | \cos(\pi)/3+1 | \sin\frac\pi6 x | \frac12x | \sin(\frac\pi6 x)
+\sin\omega(t-s) | (t-s)\sin\omega | \ln\sqrt2x | x\ln\sqrt2
+e\u02e3 | ex | x\u1d62 | xi | f"(x) | f(x) | 6" | 6
+5\text{ pm} | 5 | 9:30 to 10:15 | 9:30:10:15
+\mathbf u\times\mathbf v | \mathbf v\times\mathbf u | 2\mathbf u\times3\mathbf v | 3\mathbf v\times2\mathbf u
+P(-2)=4 | P(-1)=2 | P(\frac12)=2 | P(\frac14)=1 | g(-2)=4 | g(-1)=2
 """)
 
 

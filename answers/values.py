@@ -39,9 +39,9 @@ def values_of(node: tuple) -> list:
 
 
 def _coordinate(point: int, name: str) -> Fraction:
-    r"""A value of either sign, alone and together: \sqrt{x^2} is not x, \sqrt{x^2y^2} not xy."""
+    r"""A value of either sign, alone and together, near and far: \sqrt{x^2y^2} is not xy, |x-3| not 3-x."""
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
-    return Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973), 7919)
+    return Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973), 977 if point < 2 else 7919)
 
 
 def real(value):

@@ -11,7 +11,7 @@ and models. "Uncertain" is two things in the paper: its text forks at tokens of 
 Algorithm 1 at tokens of low probability. Ours is Algorithm 1's.
 
     ETMR       M trunks, whole responses; score_t = -log pi(y_t) of their tokens                 (Algorithm 1)
-               at each trunk's N highest scores draw token t anew and go on, B times
+               at each trunk's N highest scores draw token t anew and go on, B times  (B: Eq. 8 and Figure 2)
                leaves M (1 + B N), all of which vote                                                   (Eq. 8)
                tokens (1 + B N / 2) / (1 + B N) of parallel sampling's, if forks were spread evenly (Eq. 9-11)
     EAR        Y_i = 1 + (avg H - H_i) / avg H,   H_i = mean_t entropy of response i's tokens  (Eq. 5, 12, 13)

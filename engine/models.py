@@ -25,9 +25,13 @@ CHAT = [dict(role="user", content="question"), dict(role="assistant", content="f
 
 
 def model_folder(model: str) -> str:
-    """The folder of a built-in model, or of the final one in a run's folder; any other name as it is."""
+    """The folder of a built-in model, or of the final one in a run's folder; any other name as it is.
+
+    Raises UserError if the run has none: the Hub's error would speak of names."""
     if model and (Path(model) / "run.json").is_file():
-        return str(Path(model) / "final")
+        if not (final := Path(model) / "final").is_dir():
+            raise UserError(f"--model is '{model}', a run that has not ended; --resume continues it.")
+        return str(final)
     return (TOYS | dict(smollm2=SMOLLM2_MODEL)).get(model, model)
 
 

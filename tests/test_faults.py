@@ -26,6 +26,7 @@ import common
 import ttrl
 from engine import checkpoint
 from engine.base import UserError
+from engine.models import model_folder
 from engine.process import StopSignal
 
 STEPS = dict(steps=6, checkpoint_every=1, votes=4, train_samples=4, max_new_tokens=48, eval="toy",
@@ -230,7 +231,8 @@ def test_a_run_that_goes_on_has_no_final_model(tmp_path, whole):
         run_toy(ttrl, out, **STEPS | dict(steps=5, resume=True))
     with mock.patch("common.sample", side_effect=RuntimeError), pytest.raises(RuntimeError):
         run_toy(ttrl, out, **STEPS | dict(steps=7, resume=True))
-    assert not (out / "final").exists()
+    with pytest.raises(UserError, match="has not ended"):
+        model_folder(str(out))
     assert_equal(fresh_state(out / "final_step_6"), fresh_state(whole / "final"))
 
 

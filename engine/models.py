@@ -81,6 +81,9 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     own = GenerationConfig.from_model_config(config).eos_token_id  # of config.json, or of its text_config
     own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)
     chat = read_template(prompt)[0][0]
+    if chat and not tokenizer.chat_template:
+        raise UserError(f"--prompt is '{prompt}', but the tokenizer of {path} has no chat template; "
+                        "give --prompt plain.")
     template = str(tokenizer.chat_template) if chat else ""
     variables = read_variables(template_vars)
     if unknown := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:

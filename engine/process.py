@@ -95,6 +95,8 @@ def launch(main, args_class: type, toy: dict = TOY, smollm2: dict = SMOLLM2) -> 
         print(f"Error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         leave(2)
     except Exception as error:
+        if "Timed out waiting" in str(error):  # gloo's words
+            error.add_note("GLOO_TIMEOUT_SECONDS is how long a rank waits for another, 3,600 by default.")
         get_error_handler().record_exception(error)  # for torchrun
         logging.exception("An error:")
         leave(1)  # Python's own exit would free the memory of a sleeping vLLM, which may hang or crash

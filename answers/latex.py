@@ -61,10 +61,10 @@ SYMBOL_UNIT = re.compile(r" ?(?:(?:[cmk]m|ft|in|yd|mi)(?:\^\{?\d\}?)?|kg|mph|kWh
 
 _OPENED = r"(?:\\(?:text[a-z]*|math(?:rm|sf)|mbox)\{)?"
 # What is seen better in text than in tokens: a name, an example, a pattern, what is put there (nothing: the
-# match is deleted; \t at the end: a space). Three spaces part the columns. OPENED stands for \text{ or the
-# like, or nothing; STYLES for the names of commands that say nothing. The order matters, as each pattern
-# sees what those before it left: "frame" takes off a box or braces around all, so that ^ and $ in later
-# patterns mean the ends of the answer.
+# match is deleted; \t at the end: a space). Three spaces part the columns, eight at a line's start continue a
+# pattern. OPENED stands for \text{ or the like, or nothing; STYLES for the names of commands that say
+# nothing. The order matters, as each pattern sees what those before it left: "frame" takes off a box or
+# braces around all, so that ^ and $ in later patterns mean the ends of the answer.
 _TABLE = r"""
 thousands   1{,}000   (?<![\w^])(?!0\D)(\d{1,3})(?:\{,\}|\\[,;: ] ?| )(?=\d{3}(?!\d))   \1
 space   5\,x   (?<!\\)\\[,;:> ]|~   \t
@@ -84,7 +84,7 @@ reals   \mathbb{R}   \\mathbb ?(?:R|\{ ?R ?\})(?! ?[_^])   (-\\infty,\\infty)
 probability   \mathbb{P}(A)   \\mathbb ?\{ ?([EP]) ?\}   \1
 point   .5   (?<![\d.])\.(?=\d)   0.
 empty set   \emptyset   \\(?:emptyset|varnothing)(?![a-z])   \\{\\}
-inverse sine   \sin^{-1}x   \\(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|ln|log|exp) ?\^ ?\{?
+inverse   \sin^{-1}x   \\(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|ln|log|exp) ?\^ ?\{?
          ?-1 ?\}?   \\arc\1\t
 million   5 million   (?<=\d) ?(?:\\text\{ ?million\}|[Mm]illion\b)   \\cdot 10^{6}
 base   (52)_8   ^\(([0-9A-F]+)\)_   \1_

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import mpmath
 
-from answers.grammar import FUNCTIONS, NotMath, walk
+from answers.grammar import FUNCTIONS, NotMath, kinds_in, walk
 
 mp = mpmath.mp.clone()  # a context of our own: its precision is nobody else's
 mp.dps = 60
@@ -35,13 +35,14 @@ def values_of(node: tuple) -> list:
     points = 6 if names_in(node) else 1
     if points * sum(part[0] in _KINDS[5:] for part in walk(node)) > 150:
         raise NotMath  # for the time
-    return [_value(node, partial(_coordinate, point), 2 * _LARGE // points) for point in range(points)]
+    far = 977 if "|" in kinds_in(node) else 7919  # \tanh x would be 1 there
+    return [_value(node, partial(_coordinate, point, far), 2 * _LARGE // points) for point in range(points)]
 
 
-def _coordinate(point: int, name: str) -> Fraction:
+def _coordinate(point: int, far: int, name: str) -> Fraction:
     r"""A value of either sign, alone and together, near and far: \sqrt{x^2y^2} is not xy, |x-3| not 3-x."""
     sign = (1, -1)[point] if point < 2 else 1 - 2 * (crc32(name.encode()) >> (point - 2) & 1)
-    return Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973), 977 if point < 2 else 7919)
+    return Fraction(sign * (5000 + crc32(f"{name}{point}".encode()) % 9973), far if point < 2 else 7919)
 
 
 def real(value):

@@ -71,8 +71,8 @@ class Args(common.Args):
     """Embedding model of sentence-transformers: Hub id, folder, or package:NAME with NAME/model/. The paper's
     is Qwen3-Embedding-4B (A.3, as "Qwen3-4B-Embedding"). words: no model, but hashed words (ours)."""
     clip_high: common.NonNegativeOrInf = 0.28
-    """Upper clip: ratios are at most 1 + clip_high (epsilon_high of Eq. 1; Table 4); for Table 2's
-    '-ClipHigh' we take 0.2, which the paper does not give."""
+    """Upper clip: ratios are at most 1 + clip_high (epsilon_high of Eq. 1; Table 4); in Table 2's
+    '-ClipHigh' the released script has 0.2."""
     entropy_coef: common.NonNegative = 0.003
     """Weight of the mean token entropy (lambda_ent of Eq. 2; Table 4); 0 is '-Ent' of Table 2."""
     max_new_tokens: common.Count = 12288

@@ -108,7 +108,8 @@ def pseudo_labels(classes: list[int | None], entropies: list[float],
     """(the positive label or None, the negative labels), from [N] classes and entropies. SCRL, Eq. 4, 8.
 
     None (no answer) counts in N, but is no label; a tie goes to the class seen first. The positive label is
-    never a negative one, which Eq. 8 does not say; it matters if tau_pos is off or below tau_neg.
+    never a negative one, which Eq. 8 does not say; it matters with --no-selective_positive, or if tau_pos and
+    tau_marg are below tau_neg.
 
     >>> pseudo_labels([0] * 7 + [1, 2], [0.3] * 7 + [0.9, 0.2], Args())
     (0, {1})

@@ -43,6 +43,7 @@ quick: .venv/made
 
 # A fork of ttrl.py from its diff, for each of examples/*.diff: `make gspo.py`
 %.py: examples/%.diff ttrl.py
+	@test ! -e $@ || { echo "$@ is older than $< or ttrl.py, and may be yours: move it away first."; exit 1; }
 	patch -s -F0 -o $@ ttrl.py $<
 
 # What git tracks, so that a fork of your own may have long lines; without git, all.

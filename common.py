@@ -266,7 +266,8 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
 
     Seeds derive from (seed, step, prompt.id) alone. limits: max_new_tokens of each prompt (less if a fork
     made it longer). stop: texts, or special tokens, that end a response (kept at its end). Raises ValueError
-    if a prompt.id was sampled in this step already: it would get the same responses again."""
+    if a prompt.id was sampled in this step already: it would get the same responses again; or if a prompt is
+    too long."""
     args, work, stop = run.args, [], stop_texts(stop)
     run.sampled = {(k, number) for k, number in run.sampled if k == step}
     for prompt, limit in zip(prompts, limits or [args.max_new_tokens] * len(prompts), strict=True):
@@ -274,6 +275,8 @@ def sample(run: Run, step: int, prompts: list[Problem], n: int, limits: list[int
             raise ValueError(f"the prompt with id {prompt.id!r} was sampled in this step already")
         run.sampled.add((step, prompt.id))
         room = args.max_prompt_tokens + args.max_new_tokens - len(prompt.prompt_ids)
+        if room < 1:  # the sampler would return one token, which has no answer
+            raise ValueError(f"the prompt with id {prompt.id!r} leaves no room for a response")
         seed = stable_hash(args.seed, step, prompt.id)
         work.append((prompt, Request(prompt.prompt_ids, n, seed, min(limit, room))))
     options = dict(stop=stop) if stop else {}  # a fork's function need not know stops

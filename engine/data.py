@@ -59,7 +59,8 @@ ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "reward_
 # Behind the choices: what the box must hold, since an option's text in it is no answer
 LETTER = "Give the letter of your choice as the final answer."
 # A choice that speaks of others by their letter or place is wrong in another order
-FIXED_ORDER = re.compile(r"(?i:\b(above|below|both|neither|(all|none) of)\b)|\b[A-J],? (and|or|&) ")
+FIXED_ORDER = re.compile(r"(?i:\b(above|below|both|neither|the previous|(all|none|any) of)\b"
+                         r"|\b[a-j]\)?,? (and|or|&) \(?[a-j]\b)|\b[A-J](, ?|/)[A-J]\b")
 # name:config:split@revision of the Hub
 HUB_ID = re.compile(r"([^:@/]+/[^:@/]+)(?::([^:@]*))?(?::([^@]*))?(?:@(.+))?")
 # A problem as the data has it: the first fields of common.Problem, which says what they are.
@@ -114,7 +115,7 @@ def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) ->
     sources = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
     contents = {"the stop tokens of --model": stable_hash(stop_ids)}
     for flag, part in sources.items():
-        contents[f"the data of {flag}"] = stable_hash([(row.prompt_ids, row.answer) for row in part])
+        contents[f"the data of {flag}"] = stable_hash([(row.prompt_ids, row.answer, row.also_right) for row in part])
     return contents
 
 
@@ -437,8 +438,9 @@ def _encode(tokenizer, turns: list[tuple[str, str]]) -> list[int]:
         toys = json.loads((TOY / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
         instruction = "" if tokenizer.chat_template == toys else f"{SYSTEM}\n\n"  # the toy has never seen one
         return _encode(tokenizer, [("user", instruction + turns[1][1]), *turns[2:]])
-    # a chat template brings its own special tokens
-    encoded = tokenizer(text, add_special_tokens=not chat, return_special_tokens_mask=True)
+    # a chat template brings its own special tokens, and so may a text
+    bare = not chat and not text.startswith(tokenizer.bos_token or "\0")
+    encoded = tokenizer(text, add_special_tokens=bare, return_special_tokens_mask=True)
     while encoded["special_tokens_mask"].pop():  # an end token that the tokenizer puts behind every text
         encoded["input_ids"].pop()
     return encoded["input_ids"]

@@ -8,7 +8,9 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast)
 from transformers.utils import cached_file
 
 from engine.base import UserError, first_line, stable_hash
@@ -22,6 +24,8 @@ BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|_extra_st
 # What templates that write today's date get instead: else a run's prompts would change overnight.
 DATE = datetime(2024, 7, 26)  # Llama 3.2's own, where it knows no clock
 CHAT = [dict(role="user", content="question"), dict(role="assistant", content="forty-two")]
+# What tokenizers that are not the same read differently: blanks, lines, digits, a power in one character
+SAMPLE = "What is 10² + 2023?\n\n  5 apples"
 
 
 def model_folder(model: str) -> str:
@@ -78,6 +82,14 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if tokenizer.is_fast and (file := file_of(path, "tokenizer.json")):
+        # transformers builds some classes by their own rules instead of the file's (its issue 45488): the
+        # Llama models of DeepSeek would read all words without the blanks between them
+        ids = Tokenizer.from_file(file).encode(SAMPLE, add_special_tokens=False).ids
+        if ids != tokenizer.encode(SAMPLE, add_special_tokens=False):
+            print0(f"{path}: a {type(tokenizer).__name__} splits texts otherwise than tokenizer.json says; the "
+                   "file is followed.")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     own = GenerationConfig.from_model_config(config).eos_token_id  # of config.json, or of its text_config
     own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)
     chat = read_template(prompt)[0][0]

@@ -60,7 +60,7 @@ def restore(run, optimizer) -> int:
     on_rank_0(put_aside)
     run.sampler.sleep()  # loading makes gradients beside Adam, as much as an update holds
     if done:
-        run.state = load(run.log.path, done, run.policy, optimizer)
+        run.state.update(load(run.log.path, done, run.policy, optimizer))  # a fork may hold this dict
         print0(f"Resumed from step {done}.")
     if done >= run.total_steps:
         print0(f"All {run.total_steps} steps are done; a larger --steps continues.")

@@ -194,10 +194,12 @@ def main(script: Positional[str], on: Literal["uneven", "even"] = "uneven",
         folder = out.resolve() / re.sub(r"\W+", "-", f"{name} {on} seed{seed}")
         jobs[folder] = [script, *flags, "--seed", str(seed), "--model", TOYS[on][0], *FLAGS]
     try:
-        if (ROOT / f"examples/{script.removesuffix('.py')}.diff").exists():
+        if (ROOT / f"examples/{script.removesuffix('.py')}.diff").exists() and not (ROOT / script).exists():
             subprocess.run(["make", "-s", script], cwd=ROOT, check=True)
         if not (ROOT / script).is_file():
             raise UserError(f"there is no script {script}.")
+        if name in {line["row"] for line in stored()}:  # else both would be one row
+            raise UserError(f"{script} is called as a stored row; give it another name.")
         train(jobs, workers)
         new = [line_of(folder, name, on, seed) for folder, seed in zip(jobs, seeds)]
     except UserError as error:

@@ -157,7 +157,7 @@ def test_choices_of_gpqa_are_shuffled_alike_in_every_run(tmp_path):
     (dict(choices=["a", "b", "a "], answer=2), "q\n\nA. b\nB. a\nC. a", ["B", "C"]),
     (TWO, "q\n\nA. y\nB. x", [None]),
     *[(dict(choices=["a", "b", text], answer=1), f"q\n\nA. a\nB. b\nC. {text}", ["B"])
-      for text in ("Both A and B", "None of the above")]])
+      for text in ("Both A and B", "None of the above", "(A) and (C)", "B, C", "the previous two")]])
 def test_options_are_lettered_in_a_seeded_order_unless_one_names_others(tmp_path, row, question, golds):
     problem, = load_problems(write(tmp_path / "a.jsonl", [dict(question="q") | row]))
     assert problem.question == f"{question}\n\n{LETTER}"
@@ -286,6 +286,8 @@ def test_a_prompt_has_the_tokenizers_first_token_once_and_no_end_token(tokenizer
         single="<|im_start|> $A <|im_end|> <|endoftext|>",
         special_tokens=[("<|endoftext|>", end), ("<|im_start|>", start), ("<|im_end|>", other)])
     assert encode() == (tuple([start, *ids] for ids in plain), chats)
+    tokenizer.bos_token = "<|im_start|>"  # a text that brings its own
+    assert encode_alone(tokenizer, "<|im_start|>1+1?", "plain") == [start, *plain[1]]
 
 
 @pytest.mark.parametrize("template", [GEMMA, NO_ROLE])

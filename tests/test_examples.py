@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import test_ranks
 import torch
-from conftest import EXAMPLES, VOTES, patched, spy
+from conftest import EXAMPLES, VOTES, load_script, patched, spy
 from equations import (
     answers_of, gradient_is_the_objectives, log_probs, log_softmax_rows, mean_entropies, model_with,
     per_token, ttrl_rewards, vote, z)
@@ -162,6 +162,14 @@ REWARDS = dict(empo=share_reward, intuitor=certainty_reward, rent=entropy_reward
                ssd=lambda seen, group: [1.0] * len(group.responses))
 # Of VOTES: 3 of 6 with the most votes (of problem 2, whose majority has two, 2), the rest from the end
 DDRL_TRAINS = dict.fromkeys(VOTES, [0, 1, 2, 5, 6, 7]) | {2: [0, 1, 2, 3, 4, 5]}
+
+
+def test_srt_knows_no_gold_answer():
+    problem = common.Problem("q", answer="5", also_right=["7"])
+    responses = [SimpleNamespace(answer=answer) for answer in ("9", "7", "5", None)]
+    offline_classes = load_script("srt").offline_classes
+    assert offline_classes(problem, responses, "9") == [0, None, None, None]
+    assert offline_classes(problem, responses, None) == [None] * 4
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

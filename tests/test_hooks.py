@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,10 @@ def test_evaluation_samples_as_the_fork_does(tmp_path, monkeypatch):
 start, sample = common.start, common.sample
 
 
+def long(prompt):
+    return replace(prompt, prompt_ids=prompt.prompt_ids * 99)
+
+
 def number_in_state(args, **task):
     run = start(args, **task)
     run.state[1] = 2
@@ -119,6 +124,8 @@ WRONG = [  # what a fork replaces, by what, and the sentence
      "a response has the advantage nan"),
     (common, "sample", lambda run, step, prompts, n: sample(run, step, [prompts[0], *prompts[:-1]], n),
      "was sampled in this step already"),
+    (common, "sample", lambda run, step, prompts, n: sample(run, step, [long(p) for p in prompts], n),
+     "leaves no room for a response"),
     (common, "start", number_in_state, "must hold what JSON keeps")]
 
 
@@ -127,6 +134,25 @@ def test_a_forks_mistake_ends_in_a_sentence(module, name, function, sentence, tm
     monkeypatch.setattr(module, name, function)
     with pytest.raises((ValueError, TypeError), match=sentence):
         run_toy(ttrl, tmp_path / "run", **SMALL | TINY)
+
+
+def test_what_a_fork_holds_of_its_state_goes_on(tmp_path, monkeypatch):
+    held = []
+
+    def keep(args, **task):
+        run = start(args, **task)
+        held.append(run.state)
+        return run
+
+    def count(run, *rest):
+        held[-1]["calls"] = held[-1].get("calls", 0) + 1
+        return sample(run, *rest)
+
+    monkeypatch.setattr(common, "start", keep)
+    monkeypatch.setattr(common, "sample", count)
+    for steps in 1, 2:
+        run_toy(ttrl, tmp_path, **SMALL | TINY | dict(steps=steps, resume=steps > 1, checkpoint_every=1))
+    assert held == [{"calls": 1}, {"calls": 2}]
 
 
 SLIPS = [  # a piece of ttrl.py's loop, what a fork makes of it, and the end of the run

@@ -57,6 +57,22 @@ def show(launch):
     return shown
 
 
+def test_the_tokenizer_is_the_one_in_tokenizer_json(bring, capsys):
+    """A Llama class would read it without blanks, and leave it so in final/."""
+    folder = Path(bring(model_type="llama"))
+    config = read_config(str(folder), 100)
+    ours, _ = read_tokenizer(str(folder), config, "system")
+    assert "tokenizer.json" not in capsys.readouterr().out
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(tokenizer_class="LlamaTokenizerFast")))
+    assert AutoTokenizer.from_pretrained(folder).encode("5 + 3") != ours.encode("5 + 3")
+    theirs, _ = read_tokenizer(str(folder), config, "system")
+    assert "the file is followed" in capsys.readouterr().out
+    assert encode_prompt(theirs, "What is 5 + 3?") == encode_prompt(ours, "What is 5 + 3?")
+    theirs.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).encode("5 + 3") == ours.encode("5 + 3")
+
+
 # ------------------------------------------------- where a response ends ---------------------------------
 def test_a_response_ends_where_the_chat_template_ends_a_turn(bring, tmp_path, capsys):
     """The toy with another end of sequence, which it never writes, trains as it does with its own."""

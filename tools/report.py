@@ -171,7 +171,7 @@ def read_run(folder: Path, numbers: dict[str, int], lines: list[dict]) -> dict:
             kept.append(vote | dict(problem=numbers.setdefault(vote["question"], len(numbers))))
         elif line["step"] in shown:
             others.append(line)
-    options = [f"{name} {args[name] if args[name] != '' else '(toy)'}" for name in OPTIONS if name in args]
+    options = [f"{name} {args[name] if args[name] != '' else 'none'}" for name in OPTIONS if name in args]
     script = folder / "script.py"  # as it ran; its first line names the paper
     paper = script.read_text(encoding="utf-8").partition("\n")[0].strip('"') if script.exists() else ""
     return dict(name=folder.resolve().name, method=about.get("script", ""), paper=paper,

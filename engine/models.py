@@ -87,8 +87,8 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
         # Llama models of DeepSeek would read all words without the blanks between them
         ids = Tokenizer.from_file(file).encode(SAMPLE, add_special_tokens=False).ids
         if ids != tokenizer.encode(SAMPLE, add_special_tokens=False):
-            print0(f"{path}: a {type(tokenizer).__name__} splits texts otherwise than tokenizer.json says; the "
-                   "file is followed.")
+            print0(f"{path}: a {type(tokenizer).__name__} reads texts otherwise than its tokenizer.json; the file "
+                   "is followed.")
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     own = GenerationConfig.from_model_config(config).eos_token_id  # of config.json, or of its text_config
     own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)

@@ -67,7 +67,7 @@ def test_the_tokenizer_is_the_one_in_tokenizer_json(bring, capsys):
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(tokenizer_class="LlamaTokenizerFast")))
     assert AutoTokenizer.from_pretrained(folder).encode("5 + 3") != ours.encode("5 + 3")
     theirs, _ = read_tokenizer(str(folder), config, "system")
-    assert "the file is followed" in capsys.readouterr().out
+    assert "otherwise than its tokenizer.json" in capsys.readouterr().out
     assert encode_prompt(theirs, "What is 5 + 3?") == encode_prompt(ours, "What is 5 + 3?")
     theirs.save_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).encode("5 + 3") == ours.encode("5 + 3")

@@ -82,13 +82,13 @@ def read_tokenizer(path: str, config, prompt: str, template_vars: str = "", trus
     """(tokenizer, ids of the tokens that end a response). Raises UserError if it makes no prompts."""
     wrong = f"--model is '{path}', "
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if tokenizer.is_fast and (file := file_of(path, "tokenizer.json")):
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and (file := file_of(path, "tokenizer.json")):
         # transformers builds some classes by their own rules instead of the file's (its issue 45488): the
         # Llama models of DeepSeek would read all words without the blanks between them
         ids = Tokenizer.from_file(file).encode(SAMPLE, add_special_tokens=False).ids
         if ids != tokenizer.encode(SAMPLE, add_special_tokens=False):
-            print0(f"{path}: a {type(tokenizer).__name__} reads texts otherwise than its tokenizer.json; the file "
-                   "is followed.")
+            print0(f"{path}: a {type(tokenizer).__name__} reads texts otherwise than its tokenizer.json; "
+                   "the file is followed.")
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     own = GenerationConfig.from_model_config(config).eos_token_id  # of config.json, or of its text_config
     own = json.loads(generation_config(path) or "{}").get("eos_token_id", own)

@@ -113,7 +113,7 @@ def main(args: Args, **task) -> dict[str, dict[str, float]]:
         raise UserError("--benchmarks is empty; name at least one benchmark.")
     run = common.start(args.run_args(), train=False, **task)
     results, warnings, model = {}, [], args.model or "the toy"
-    print0(f"Evaluating {model} ...")
+    print0(f"Evaluating {model} with --prompt {run.args.prompt} ...")
     for name, problems in run.benchmarks.items():
         keep = args.save_generations or args.grader == "math_verify"
         graded = common.evaluate_benchmark(run, name, problems, keep=keep)

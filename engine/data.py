@@ -115,7 +115,7 @@ def digests(problems: list, benchmarks: dict[str, list], stop_ids: list[int]) ->
     sources = {"--dataset": problems} | {f"--eval {name}": part for name, part in benchmarks.items()}
     contents = {"the stop tokens of --model": stable_hash(stop_ids)}
     for flag, part in sources.items():
-        rows = [(row.prompt_ids, row.answer, row.also_right) for row in part]
+        rows = [(row.prompt_ids, row.answer, *row.also_right) for row in part]
         contents[f"the data of {flag}"] = stable_hash(rows)
     return contents
 

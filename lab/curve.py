@@ -25,21 +25,21 @@ def untrained(row: str, toy: str) -> float:
     return fmean(float(line["test"]) for line in stored() if (line["row"], line["toy"]) == (row, toy))
 
 
-def runs(row: str, toy: str) -> list[tuple[list[int], list[float]]]:
+def runs(row: str, toy: str, every: int) -> list[tuple[list[int], list[float]]]:
     """A row's runs as (steps, accuracy on the test problems); at step 0 it is the base model's."""
     with (ROOT / "toy/curve.csv").open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if (line["row"], line["toy"]) == (row, toy)]
     found = []
     for line in lines:
-        steps = [step for step in line if step.isdigit() and line[step]]
+        steps = [step for step in line if step.isdigit() and int(step) % every == 0]
         accuracies = [float(line[step]) for step in steps]
         found.append(([0, *map(int, steps)], [untrained("base", toy), *accuracies]))
     return found
 
 
-def plot(axes, row: str, toy: str, colour: str) -> list[float]:
+def plot(axes, row: str, toy: str, colour: str, every: int = 5) -> list[float]:
     """Draw a row's runs and their mean, which is returned."""
-    drawn = runs(row, toy)
+    drawn = runs(row, toy, every)
     mean = [fmean(values) for values in zip(*(accuracies for _, accuracies in drawn), strict=True)]
     for steps, accuracies in drawn:
         axes.plot(steps, accuracies, color=colour, linewidth=.8)
@@ -60,7 +60,7 @@ def controls() -> None:
     plt.rcParams["font.size"] = 20
     figure, axes = plt.subplots(figsize=(7.2, 5.4), dpi=90, layout="constrained")
     for row, (label, colour, height) in LABELS.items():
-        if runs(row, "uneven"):
+        if runs(row, "uneven", 5):
             end = plot(axes, row, "uneven", colour)[-1]
         else:  # not trained
             end = untrained(row, "uneven")
@@ -79,12 +79,14 @@ def methods() -> None:
     figure, axes = plt.subplots(2, len(PANELS), figsize=(14, 5.4), dpi=90, layout="constrained", sharey=True)
     for toy, panels in zip(("uneven", "even"), axes, strict=True):
         for row, panel in zip(PANELS, panels, strict=True):
-            panel.axhline(untrained("vote", toy), color="#9a6a00", linestyle="--", linewidth=1.5)
-            end = plot(panel, row, toy, "black" if row == "gold labels" else "#0072b2")[-1]
+            for control, (line, colour) in dict(vote=("--", "#9a6a00"), prompt=(":", "#707070")).items():
+                panel.axhline(untrained(control, toy), color=colour, linestyle=line, linewidth=1.5)
+            end = plot(panel, row, toy, "black" if row == "gold labels" else "#0072b2", every=10)[-1]
             panel.text(58, .05, f"{end:.2f}"[1:], ha="right")
             panel.set(xticks=(0, 30, 60), title=row if toy == "uneven" else "")
         panels[0].set_ylabel(f"{toy} toy")
-    figure.supxlabel("steps of training; dashed: the untrained model's vote; the number: the mean at the end")
+    figure.supxlabel("steps of training; dashed: the untrained model's vote, dotted: its best prompt; "
+                     "the number: the mean at the end", size=14)
     save(figure, "methods.png")
 
 

@@ -198,8 +198,6 @@ def main(script: Positional[str], on: Literal["uneven", "even"] = "uneven",
             subprocess.run(["make", "-s", script], cwd=ROOT, check=True)
         if not (ROOT / script).is_file():
             raise UserError(f"there is no script {script}.")
-        if name in {line["row"] for line in stored()}:  # else both would be one row
-            raise UserError(f"{script} is called as a stored row; give it another name.")
         train(jobs, workers)
         new = [line_of(folder, name, on, seed) for folder, seed in zip(jobs, seeds)]
     except UserError as error:
